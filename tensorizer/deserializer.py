@@ -151,9 +151,6 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         if file is not None:
             file.close()
 
-    def __enter__(self) -> TensorDeserializer:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 

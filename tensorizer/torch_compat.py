@@ -159,11 +159,6 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
     return None
 
 
-def _wants_weights_only(weights_only: Optional[bool], context: _Context) -> bool:
-    forced = (env_text("TORCH_FORCE_WEIGHTS_ONLY_LOAD") or "").lower() in ("1", "y", "yes", "true")
-    return forced or (bool(weights_only) and not context.suppress_weights_only)
-
-
 @wraps(_torch_load)
 def _load_wrapper(
     f: Any,
@@ -181,13 +176,13 @@ def _load_wrapper(
     location = context.locations.next_location(f)
     load = default_load if context.function is None else context.function
     session = None if location is None else LoadSession(location, load, context.kwargs, map_location)
+    # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
+    safe = bool(weights_only) and not context.suppress_weights_only
     token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
     try:
         if session is None:
-            # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
-            safe = bool(weights_only) and not context.suppress_weights_only
             return _torch_load(f, map_location, None, *args, weights_only=safe, **kwargs)
-        safe = _wants_weights_only(weights_only, context)
+        safe = safe or (env_text("TORCH_FORCE_WEIGHTS_ONLY_LOAD") or "").lower() in ("1", "y", "yes", "true")
         try:
             module = None if safe else PICKLE_FOR_LOADING
             loaded = _torch_load(f, map_location, module, *args, weights_only=safe, **kwargs)

@@ -173,7 +173,8 @@ def from_pretrained(
     from tensorizer.integrations._hf.folders import LoadOptions
     from tensorizer.integrations._hf.objects import load
 
-    if mmap and (device_map is not None or as_device(device).type != "cpu"):
+    device = as_device(device)
+    if mmap and (device_map is not None or device.type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")
     model, info = load(cls, source, LoadOptions.among(locals()))
     if not output_loading_info:

@@ -63,7 +63,7 @@ class WantedBox(NamedTuple):
         )
 
 
-class CheckpointFiles:
+class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
     """The files of one checkpoint, opened when they are needed. A context manager that closes them."""
 
     def __init__(self, folder: Folder, access: Access, *, verify: bool) -> None:
@@ -71,9 +71,6 @@ class CheckpointFiles:
         self._open: dict[SavedFile, OpenFile] = {}
         self._closing = contextlib.ExitStack()
         self.bytes_read = 0  # by files that are closed
-
-    def __enter__(self) -> CheckpointFiles:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.bytes_read += sum(file.bytes_read or 0 for file in self._open.values())

@@ -47,7 +47,7 @@ class LoadOptions:
     stream_options: Optional[Mapping[str, Any]] = None
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
-    device: Union[torch.device, str, None] = None
+    device: torch.device = torch.device("cpu")  # of a load without a device map
     device_map: Any = None
     quantization_config: Any = None
     config: Any = None

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.names import flat_names
 from tensorizer._format.dtypes import known_dtype, torch_dtype
-from tensorizer._load.arguments import as_device
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import OpenFile
@@ -27,7 +26,7 @@ from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.integrations._hf.weights import Weights, find_weights
 from tensorizer.utils import no_init_or_tensor
 
-__all__ = ["device_of", "dtype_of_file", "empty_on", "fill_empty", "load_model", "resolve_device_map"]
+__all__ = ["dtype_of_file", "empty_on", "fill_empty", "load_model", "resolve_device_map"]
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
@@ -73,10 +72,10 @@ def _filled(
     config = copy.deepcopy(config)
     dtype = _dtype_of(config, weights, options)
     chosen = {name: keywords[name] for name in ("attn_implementation", "experts_implementation") if name in keywords}
-    with empty_on(torch.device("cpu") if options.device_map is not None else device_of(options)):
+    with empty_on(torch.device("cpu") if options.device_map is not None else options.device):
         make = builder._from_config if hasattr(builder, "_from_config") else builder.from_config
         model = make(config, dtype=dtype, **chosen)
-    devices: Any = device_of(options)
+    devices: Any = options.device
     if options.device_map is not None:
         devices = resolve_device_map(model, options.device_map, keywords.get("max_memory"), dtype)
         if "disk" in devices.values():  # the library alone arranges that
@@ -128,8 +127,8 @@ def _by_library(
     """The library's model: it renames, converts, quantises and places what is in a state dict."""
     builder = _concrete(builder, config)
     device_map = options.device_map
-    if device_map is None and device_of(options).type != "cpu":
-        device_map = {"": device_of(options)}
+    if device_map is None and options.device.type != "cpu":
+        device_map = {"": options.device}
     passed = {
         "dtype": options.dtype,
         "device_map": device_map,
@@ -244,11 +243,6 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOpti
     raise ValueError(
         f"{folder.label}: its configuration names {lacks}; pass the class, as the first argument or as model_class="
     )
-
-
-def device_of(options: LoadOptions) -> torch.device:
-    """The one device of a load without a device map: the CPU unless another was named, as the libraries do."""
-    return as_device(options.device)
 
 
 @contextlib.contextmanager

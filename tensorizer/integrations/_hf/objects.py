@@ -14,7 +14,6 @@ from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError
 from tensorizer.integrations._hf import models
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
-from tensorizer.integrations._hf.models import device_of
 from tensorizer.integrations._hf.weights import Weights, find_weights, private_copy, write_safetensors
 
 __all__ = ["is_peft", "is_sentence_transformer", "load", "load_adapter_into", "stem_of"]
@@ -70,10 +69,10 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
             raise ValueError(f"{folder.label}: diffusers has no class {name}; pass the class, or model_class=")
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
-    with models.empty_on(device_of(options)):
+    with models.empty_on(options.device):
         model = cls.from_config(config)
     model = _with_dtype(model, weights, options)
-    if not models.fill_empty(model, weights, device_of(options)):
+    if not models.fill_empty(model, weights, options.device):
         model = _by_library(cls, folder, weights, options)
     model.register_to_config(_name_or_path=folder.label)
     return model.eval()
@@ -107,7 +106,7 @@ def _by_library(cls: Any, folder: ModelFolder, weights: Weights, options: LoadOp
     left = [*info.get("missing_keys", ()), *info.get("unexpected_keys", ())]
     if options.strict and left:
         raise LoadError(f"{weights.label}: missing from it or unexpected in it: {', '.join(map(str, left[:20]))}")
-    return model.to(device_of(options))
+    return model.to(options.device)
 
 
 def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
@@ -130,7 +129,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     pipeline = (cls or diffusers.DiffusionPipeline).from_pretrained(files, **keywords)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
-            component.to(device_of(options))
+            component.to(options.device)
     return pipeline
 
 
@@ -184,7 +183,7 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
         if options.dtype not in (None, "auto"):
             keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), "torch_dtype": options.dtype}
         model = (cls or SentenceTransformer)(
-            str(files), device=str(device_of(options)), local_files_only=True, **keywords
+            str(files), device=str(options.device), local_files_only=True, **keywords
         )
     return model.eval()
 
