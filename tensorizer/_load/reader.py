@@ -129,7 +129,10 @@ class FileReader:
     ) -> None:
         self.index, self.names, self.selection = index, names, selection
         self.source_name = handle.source.name
-        self.network = _is_network(handle.source)
+        source = handle.source
+        self.network = (
+            not source.was_complete if isinstance(source, _C.CacheSource) else isinstance(source, _NETWORK_SOURCES)
+        )
         self.mapped = handle.mapping is not None
         self.max_workers = max_workers
         self.direct_io = direct_io
@@ -417,15 +420,13 @@ def open_reader(
     maps = options.mmap
     if maps is None:
         maps = choice != "always" and _may_map(opened.source, index, names, selection, options)
-    handle = Handle(opened.source, keys, _map_source(opened.source) if maps else None, opened.close)
+    mapping: Optional[_C.FileMapping] = None
+    if maps:
+        if not isinstance(opened.source, _C.FileSource):
+            raise ValueError(f"mmap=True: {opened.name} cannot be mapped; only local files can")
+        mapping = opened.source.map()
+    handle = Handle(opened.source, keys, mapping, opened.close)
     return FileReader(handle, index, names, selection, max_workers, direct_io, options)
-
-
-def _is_network(source: _C.RangeSource) -> bool:
-    """Whether every request costs a round trip."""
-    if isinstance(source, _C.CacheSource):
-        return not source.was_complete
-    return isinstance(source, _NETWORK_SOURCES)
 
 
 def _open_index(opened: OpenedSource, access: Access, options: ReadOptions) -> _C.Index:
@@ -455,12 +456,6 @@ def _may_map(
     if not on_host or dtype is None:
         return on_host
     return not any(casts(known_dtype(stored), dtype) for stored in set(map(index.dtype, selection)))
-
-
-def _map_source(source: _C.RangeSource) -> _C.FileMapping:
-    if not isinstance(source, _C.FileSource):
-        raise ValueError(f"mmap=True: {source.name} cannot be mapped; only local files can")
-    return source.map()
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
