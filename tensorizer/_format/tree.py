@@ -141,37 +141,24 @@ def branch(paths: Iterable[tuple[Path, Any]]) -> Any:
 
     Gaps in the integers close up. A single pair with an empty path is the leaf itself.
     """
-    root: dict[Key, Any] = {}
+    root: Node = {}
+    layers: list[tuple[Node, Key, Node]] = []  # each with where it lies; those above it come before
     for path, leaf in paths:
         if not path:
             return leaf
         node = root
         for key in path[:-1]:
-            node = node.setdefault(key, _Layer())
+            if key not in node:
+                node[key] = {}
+                layers.append((node, key, node[key]))
+            node = node[key]
         node[path[-1]] = leaf
-    return _finish(root)
-
-
-class _Layer(dict[Key, Any]):
-    """A layer under construction, told apart from leaves that are mappings."""
-
-
-def _finish(root: dict[Key, Any]) -> Any:
-    # Children before parents, without recursion.
-    order: list[tuple[dict[Key, Any], Key, _Layer]] = []
-    pending: list[dict[Key, Any]] = [root]
-    while pending:
-        node = pending.pop()
-        for key, value in node.items():
-            if isinstance(value, _Layer):
-                order.append((node, key, value))
-                pending.append(value)
-    for parent, key, layer in reversed(order):
+    for parent, key, layer in reversed(layers):
         parent[key] = _container(layer)
     return _container(root)
 
 
-def _container(layer: dict[Key, Any]) -> Any:
+def _container(layer: Node) -> Any:
     if layer and all(isinstance(key, int) for key in layer):
         return [layer[key] for key in sorted(layer)]
-    return dict(layer)
+    return layer
