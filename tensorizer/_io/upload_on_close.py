@@ -135,11 +135,7 @@ class UploadOnClose:
     def readable(self) -> bool:
         return self._sink is None and (self._is_new() or self.file.readable())
 
-    def writable(self) -> bool:
-        return self._sink is None and (self._is_new() or self.file.writable())
-
-    def seekable(self) -> bool:
-        return self._sink is None and (self._is_new() or self.file.seekable())
+    writable = seekable = readable  # as files of mode wb+ answer
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
