@@ -66,7 +66,8 @@ _NEAREST: dict[torch.dtype, Any] = {
 
 #: ``tensors.Dtype`` to the numpy dtype its bytes are decoded as; types that numpy lacks get the nearest one.
 PbNpyDtypes: dict[int, Any] = {
-    number: _NEAREST.get(dtype) or np.dtype(str(dtype).removeprefix("torch.")).type for dtype, number in DtypePbs.items()
+    number: _NEAREST.get(dtype) or np.dtype(str(dtype).removeprefix("torch.")).type
+    for dtype, number in DtypePbs.items()
 }
 
 _ATTRIBUTE_TYPES = (tensors_pb2.AT_PARAMETER, tensors_pb2.AT_BUFFER)

@@ -39,7 +39,6 @@ from tensorizer._save.session import (
 )
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import runs
-from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import progress_reporter
 
@@ -416,8 +415,11 @@ class _Writing:
         if not self._options.check:
             return
         records = self._plan.records[run.start : run.stop]
-        encryption = self._access.encryption
-        decryption = None if encryption is None else DecryptionParams.from_key(encryption.key)
+        decryption = None
+        if self._access.encryption is not None:
+            from tensorizer.encryption import DecryptionParams
+
+            decryption = DecryptionParams.from_key(self._access.encryption.key)
         with open_whole(target, Access.to_read(decryption, self._access.stream_options)) as file:
             if len(file.stored) != len(records):
                 raise HashMismatchError(f"{file.source_name}: wanted {len(records)} tensors, found {len(file.stored)}")

@@ -30,7 +30,7 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def canonical_order(entries: Sequence[Entry]) -> list[int]:
-    """Positions of checked `entries` in the order of the reference's writer: dtypes by rank, then names by their bytes."""
+    """Positions of checked entries in the order of the reference's writer: by rank of dtypes, then names as bytes."""
     return _C.safetensors_order(_described(entries))
 
 

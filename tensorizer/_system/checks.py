@@ -48,7 +48,7 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
 
 
 def buffer_size(value: Any, default: int) -> int:
-    """The argument of that name; `default` for ``None``. Raises as :func:`integer`; how little is of use callers know."""
+    """The argument of that name, however small; `default` for ``None``. Raises as :func:`integer`."""
     return default if value is None else integer("buffer_size", value, -(1 << 63), wanted="a number of bytes")
 
 
@@ -98,7 +98,13 @@ def thread_limit(name: str, limit: Optional[int]) -> int:
     """The bound that the extension takes for the argument `name`: 0, as many as are useful, for ``None``.
 
     Raises:
-        TypeError: No integer.
+        TypeError: Not an int.
         ValueError: Below 1.
     """
-    return 0 if limit is None else min(integer(name, limit, 1, wanted="1 or more"), _MORE_THAN_THERE_WILL_EVER_BE)
+    if limit is None:
+        return 0
+    if not isinstance(limit, int):
+        raise TypeError(f"{name}: wanted an int, found {type(limit).__name__}")
+    if limit < 1:
+        raise ValueError(f"{name}: wanted 1 or more, found {limit}")
+    return min(int(limit), _MORE_THAN_THERE_WILL_EVER_BE)

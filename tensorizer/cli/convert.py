@@ -29,7 +29,11 @@ def add_parsers(commands: Any) -> None:
         "target", metavar="DST", help="a path or URI; its extension sets the format; / at the end: a folder"
     )
     parser.add_argument("--to", choices=("tensors", "safetensors"), help="format of the target")
-    parser.add_argument("--dtype", choices=sorted({*_DTYPES, *_DTYPES.values()}), help="convert floating-point tensors of 16 bits and more")
+    parser.add_argument(
+        "--dtype",
+        choices=sorted({*_DTYPES, *_DTYPES.values()}),
+        help="convert floating-point tensors of 16 bits and more",
+    )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="write shards of at most this size, for example 5GB")
     parser.add_argument(
         "--ties", choices=("once", "twice", "error"), default="once", help="how to store shared tensors; default: once"

@@ -30,6 +30,8 @@ MANIFEST = "tensorizer_files.json"
 # The files that say what a folder holds.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
 
+_HOST = torch.device("cpu")
+
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO_ID = re.compile(rf"{_PART}(?:/{_PART})?\Z")
 _URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces)/){_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
@@ -47,7 +49,7 @@ class LoadOptions:
     stream_options: Optional[Mapping[str, Any]] = None
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
-    device: torch.device = torch.device("cpu")  # of a load without a device map
+    device: torch.device = _HOST  # of a load without a device map
     device_map: Any = None
     quantization_config: Any = None
     config: Any = None

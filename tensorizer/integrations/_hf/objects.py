@@ -182,9 +182,7 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
         keywords = dict(options.model_kwargs)
         if options.dtype not in (None, "auto"):
             keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), "torch_dtype": options.dtype}
-        model = (cls or SentenceTransformer)(
-            str(files), device=str(options.device), local_files_only=True, **keywords
-        )
+        model = (cls or SentenceTransformer)(str(files), device=str(options.device), local_files_only=True, **keywords)
     return model.eval()
 
 
