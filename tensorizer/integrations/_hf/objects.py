@@ -98,7 +98,7 @@ def _with_dtype(model: Any, weights: Weights, options: LoadOptions) -> Any:
 def _by_library(cls: Any, folder: ModelFolder, weights: Weights, options: LoadOptions) -> Any:
     """The library's model, from a temporary file: it renames and converts, but takes no state dict."""
     keywords = {} if options.dtype in (None, "auto") else {"torch_dtype": options.dtype}
-    with private_copy(folder.fetch("config.json"), 0) as files:
+    with private_copy(folder.fetch("config.json"), weights.nbytes) as files:
         write_safetensors(weights, files / f"{_DIFFUSERS_STEM}.safetensors", options.allow_plaintext_temp)
         model, info = cls.from_pretrained(
             files, output_loading_info=True, low_cpu_mem_usage=False, use_safetensors=True, **keywords
@@ -167,18 +167,15 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
     """A model with all its modules, which read their weights from files alone."""
     from sentence_transformers import SentenceTransformer
 
-    modules = folder.read_json(_SENTENCES, list)
-    with private_copy(folder.fetch_all(), 0) as files:
-        for module in modules:
-            if not isinstance(module, dict) or not isinstance(module.get("path"), str):
-                raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
-            part = folder.below(module["path"])
-            try:
-                weights = find_weights(part, "model", options)
-            except FileNotFoundError:
-                continue  # a module without parameters, such as pooling
-            target = Path(files, module["path"].strip("/"), "model.safetensors")
-            write_safetensors(weights, target, options.allow_plaintext_temp)
+    found: dict[str, Weights] = {}
+    for module in folder.read_json(_SENTENCES, list):
+        if not isinstance(module, dict) or not isinstance(module.get("path"), str):
+            raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
+        with contextlib.suppress(FileNotFoundError):  # a module without parameters, such as pooling
+            found[module["path"].strip("/")] = find_weights(folder.below(module["path"]), "model", options)
+    with private_copy(folder.fetch_all(), sum(weights.nbytes for weights in found.values())) as files:
+        for path, weights in found.items():
+            write_safetensors(weights, Path(files, path, "model.safetensors"), options.allow_plaintext_temp)
         keywords = dict(options.model_kwargs)
         if options.dtype not in (None, "auto"):
             keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), "torch_dtype": options.dtype}

@@ -70,6 +70,14 @@ class Weights(NamedTuple):
             return state_dict_of(file, file.read_plain(file.selection))
 
     @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        if self.pickled:
+            return sum(map(os.path.getsize, self.source))
+        with self.open() as file:
+            return file.total_tensor_bytes
+
+    @property
     def encrypted(self) -> bool:
         if self.pickled:
             return False
