@@ -221,8 +221,7 @@ def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         raise FormatError(
             f"{shown_location(file_obj)}: wanted a list of storages written under tensorizer_saving, found others"
         )
-    result: list[torch.Tensor] = tensors
-    return result
+    return tensors  # type: ignore[no-any-return]
 
 
 def _default_tag() -> str:

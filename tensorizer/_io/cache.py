@@ -453,9 +453,6 @@ class CachedFile(WindowedReader):
         self.name = self._name = source.name
         self._start_at(begin, buffer_nbytes)
 
-    def __repr__(self) -> str:
-        return f"<CachedFile {self.name}>"
-
     @property
     def bytes_read(self) -> int:
         """Bytes that came from the disk, or to it."""

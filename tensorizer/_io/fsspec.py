@@ -234,9 +234,6 @@ class FsspecReader(WindowedReader):
                 self._source = _ranges(self._fs, self._path, self.name, int(size))
         return self._source
 
-    def __repr__(self) -> str:
-        return f"<FsspecReader {self.name}>"
-
     def _limit(self) -> Optional[int]:
         return self._size
 
@@ -275,6 +272,7 @@ class FsspecWriter(io.BufferedIOBase):
     def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
         self._fs, self._path, self._append, self.name = fs, path, append, shown_uri(uri)
+        self._mode = "ab" if append else "wb"
         self._beside: Optional[str] = None  # the name until close()
         try:
             with _network_errors(self.name):
@@ -282,10 +280,6 @@ class FsspecWriter(io.BufferedIOBase):
         except BaseException:
             super().close()  # nothing is open that the interpreter would have to close
             raise
-
-    @property
-    def _mode(self) -> str:
-        return "ab" if self._append else "wb"
 
     def _open_beside(self) -> Any:
         beside = f"{self._path}.{secrets.token_hex(4)}.part"

@@ -173,9 +173,6 @@ class CURLStreamFile(WindowedReader):
             self._bytes_read = max(self._bytes_read, self._shared.source.bytes_read)
         return self._bytes_read
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name if hasattr(self, '_name') else '(not open)'}>"
-
     # -- positions and life ------------------------------------------------------------------------------------------
 
     def _move(self, target: int) -> None:

@@ -32,6 +32,9 @@ class WindowedReader(io.BufferedIOBase):
     _bytes_read: int  # delivered by sized reads
     _name: str  # for messages
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {getattr(self, '_name', '(not open)')}>"
+
     # -- what subclasses say -----------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import math
 import re
@@ -223,22 +222,15 @@ def status_of(error: BaseException) -> int:
     """The exit status for an error that ended a command; ``-1`` for one that nobody expected."""
     from tensorizer import errors
 
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if isinstance(error, UsageError):
-        return USAGE
-    if isinstance(error, errors.CryptographyError):
-        return KEY
-    if isinstance(error, errors.HashMismatchError):
-        return DIFFERS
-    if isinstance(error, (errors.StreamExistsError, errors.UnsupportedContentError, errors.FieldRangeError)):
-        return TARGET
-    if isinstance(error, errors.FormatError):
-        return INVALID
-    if isinstance(error, FileExistsError) or getattr(error, "errno", None) == errno.EEXIST:
-        return TARGET
-    if isinstance(error, (OSError, ImportError)):
-        return UNREACHABLE
-    if isinstance(error, (ValueError, TypeError)):
-        return USAGE
-    return -1
+    statuses: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (  # the first that fits
+        ((KeyboardInterrupt,), INTERRUPTED),
+        ((UsageError,), USAGE),
+        ((errors.CryptographyError,), KEY),
+        ((errors.HashMismatchError,), DIFFERS),
+        ((errors.UnsupportedContentError, errors.FieldRangeError), TARGET),
+        ((errors.FormatError,), INVALID),
+        ((FileExistsError,), TARGET),
+        ((OSError, ImportError), UNREACHABLE),
+        ((ValueError, TypeError), USAGE),
+    )
+    return next((status for kinds, status in statuses if isinstance(error, kinds)), -1)

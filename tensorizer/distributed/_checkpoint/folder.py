@@ -168,8 +168,6 @@ class Folder(NamedTuple):
 
     def sync(self) -> None:
         """Makes the names of a local folder outlast a crash of the machine."""
-        if self.remote:
-            return
         descriptor = os.open(self.where, os.O_RDONLY)
         try:
             os.fsync(descriptor)
