@@ -216,7 +216,7 @@ def decide(
 
 def _misfit(name: str, target: torch.Tensor, file: OpenFile, i: int, dtype: Optional[torch.dtype]) -> Optional[Misfit]:
     """How a tensor of the file differs from that of the module; ``None`` where it can take its place."""
-    shape = file.shape(i)
+    shape = file.index.shape(i)
     if target.shape != shape and not (target.dim() == 0 and file.may_be_scalar(i)):
         return Misfit(name, "shape", torch.Size(shape), target.shape)
     if dtype not in (None, target.dtype) and kind_of(dtype) != kind_of(target.dtype):

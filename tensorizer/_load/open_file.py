@@ -338,10 +338,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
 
-    def shape(self, i: int) -> tuple[int, ...]:
-        """The shape that the index shows."""
-        return tuple(self.index.shape(i))
-
     def stored_dtype(self, i: int) -> Optional[torch.dtype]:
         """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
         return known_dtype(self.index.dtype(i))
