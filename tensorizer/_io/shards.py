@@ -25,7 +25,6 @@ __all__ = [
     "OpenedShards",
     "index_bytes",
     "index_name",
-    "name_of_shard",
     "names_of_model",
     "nbytes_of",
     "open_files",
@@ -267,11 +266,6 @@ def shard_names(name: str, count: int) -> list[str]:
         return [name]
     stem, extension = os.path.splitext(name)
     return [f"{stem}-{number:05}-of-{count:05}{extension}" for number in range(1, count + 1)]
-
-
-def name_of_shard(name: str) -> str:
-    """The name without the number: what :func:`shard_names` was given."""
-    return re.sub(r"-\d{5}-of-\d{5}(?=\.[^./]*\Z|\Z)", "", name)
 
 
 def names_of_model(name: str, among: Iterable[str]) -> list[str]:

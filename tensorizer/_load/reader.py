@@ -219,7 +219,7 @@ class FileReader:
         """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
         done = 0
         for device, part in self._by_device(entries):
-            report = None if progress is None else functools.partial(_report_from, progress, done)
+            report = None if progress is None else (lambda n, before=done: progress(before + n))
             if self._lands(device, part, converters):
                 batch, finish = self._begin(device, part, verify, plain, converters)
                 self._run(batch, part, report)
@@ -360,7 +360,7 @@ class FileReader:
         lands_on = device if self._stays(device) else _HOST
         done = 0
         for part in runs(entries, self.index.loaded_nbytes, _BATCH_NBYTES):
-            report = None if progress is None else functools.partial(_report_from, progress, done)
+            report = None if progress is None else (lambda n, before=done: progress(before + n))
             raw = self.read_raw(part, verify, report, lands_on)
             done += sum(map(self.index.data_nbytes, part))
             with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
@@ -468,10 +468,6 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     except (OSError, OverflowError, ValueError):
         raise FormatError(f"claims {nbytes} bytes of zeros, more than memory can be") from None
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:
-    progress(before + done)
 
 
 def file_error(source: str, problem: object) -> FormatError:
