@@ -266,11 +266,15 @@ def _is_pickle(source: str) -> bool:
     if not os.path.isfile(source):  # opening a pipe would wait for its writer
         return False
     try:
-        with open(source, "rb") as file:
-            head = file.read(4)
+        head = _head(source)
     except OSError:
         return False
     return head == _ZIP or head[:1] == _PICKLE
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(_ZIP))
 
 
 def read_pickled(
@@ -293,7 +297,11 @@ def read_pickled(
         UnsupportedContentError: Leaves that are no tensors, or tensors that no file can hold (sparse, quantised).
         ImportError: A torch in which such files cannot be read safely.
     """
-    _check_torch()
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is None or (int(version[1]), int(version[2])) < _SAFE_TORCH:
+        raise ImportError(
+            f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
+        )
     tensors: dict[str, torch.Tensor] = {}
     others: list[str] = []
     for path in files:
@@ -308,7 +316,7 @@ def read_pickled(
 
 def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_head(path) == _ZIP)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon
@@ -350,16 +358,3 @@ def _holds_tensors(content: Any) -> bool:
         and all(isinstance(name, str) for name in content)
         and any(isinstance(leaf, torch.Tensor) for leaf in content.values())
     )
-
-
-def _is_zip(path: Any) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == _ZIP
-
-
-def _check_torch() -> None:
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version is None or (int(version[1]), int(version[2])) < _SAFE_TORCH:
-        raise ImportError(
-            f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
-        )

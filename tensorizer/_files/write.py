@@ -271,7 +271,7 @@ class _Writing:
         self._done = 0
 
     def write(self, names: Sequence[Any], index: Any) -> None:
-        """Writes all files, and the index of several; local ones get their names when all of them were read back.
+        """Writes all files, and the index of several; local ones get their names when all are complete and checked.
 
         In a store an object appears when it was written, and its check comes then; shards mean nothing without the
         index, which comes last.

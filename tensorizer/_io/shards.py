@@ -205,7 +205,10 @@ class _ModelFolder(NamedTuple):
         try:
             for file in dict.fromkeys(shards.weight_map.values()):
                 self._check_file_name(shards.name, file, wanted.group(1))
-                shards.files[file] = self._open_shard(shards.name, file)
+                try:
+                    shards.files[file] = self.open_file(file)
+                except FileNotFoundError as error:
+                    raise StreamNotFoundError(f"{shards.name}: its shard {file!r:.200} is missing ({error})") from None
         except BaseException:
             shards.close()
             raise
@@ -220,12 +223,6 @@ class _ModelFolder(NamedTuple):
             raise FormatError(f"{index}: wanted .{extension} files, found {file!r:.200}")
         if not self.remote and not _is_inside(self.folder, self.join(file)):
             raise FormatError(f"{index}: {file!r:.200} is a link to a place outside of the folder")
-
-    def _open_shard(self, index: str, file: str) -> OpenedSource:
-        try:
-            return self.open_file(file)
-        except FileNotFoundError as error:
-            raise StreamNotFoundError(f"{index}: its shard {file!r:.200} is missing ({error})") from None
 
 
 def _is_inside(folder: str, path: str) -> bool:

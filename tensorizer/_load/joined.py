@@ -100,20 +100,16 @@ def join(opened: OpenedShards, readers: Sequence[FileReader]) -> tuple[JoinedInd
         FormatError: A file lacks a tensor which the map says it has, or has one of another file.
     """
     names: list[Name] = list(itertools.chain.from_iterable(reader.names for reader in readers))
-    aliases = _aliases(opened.metadata, names)
+    numbers = {name: i for i, name in enumerate(names)}
+    # Names that only the metadata of the map give, as savers of modules note them, and what they stand for.
+    aliases = {
+        alias: numbers[target]
+        for alias, target in opened.metadata.items()
+        if target in numbers and alias not in numbers and _C.names_of_one_model(alias, target)
+    }
     _check_map(opened, readers, aliases)
     index = JoinedIndex([reader.index for reader in readers], list(aliases.values()))
     return index, [*names, *aliases]
-
-
-def _aliases(metadata: dict[str, str], names: list[Name]) -> dict[str, int]:
-    """Names that only the index's metadata gives, as savers of modules note them, and what they stand for."""
-    numbers = {name: i for i, name in enumerate(names)}
-    return {
-        alias: numbers[target]
-        for alias, target in metadata.items()
-        if target in numbers and alias not in numbers and _C.names_of_one_model(alias, target)
-    }
 
 
 def _check_map(opened: OpenedShards, readers: Sequence[FileReader], aliases: Collection[str]) -> None:
