@@ -16,7 +16,7 @@ from tensorizer.integrations._hf import models
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
 from tensorizer.integrations._hf.weights import Weights, find_weights, private_copy, write_safetensors
 
-__all__ = ["is_peft", "is_sentence_transformer", "load", "load_adapter_into", "stem_of"]
+__all__ = ["is_of", "load", "load_adapter_into", "stem_of"]
 
 _ADAPTER = "adapter_config.json"
 _PIPELINE = "model_index.json"
@@ -40,7 +40,7 @@ def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dic
 def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
     if folder.has(_PIPELINE):
         return _load_pipeline(cls, folder, options), None
-    if folder.has(_SENTENCES) and (cls is None or is_sentence_transformer(cls)):
+    if folder.has(_SENTENCES) and (cls is None or is_of("sentence_transformers", cls)):
         return _load_sentence_transformer(cls, folder, options), None
     if folder.has(_ADAPTER) and not folder.has("config.json"):
         return _load_with_base(cls, folder, options), None
@@ -153,14 +153,10 @@ def stem_of(component: Any) -> str:
     return _DIFFUSERS_STEM if type(component).__module__.partition(".")[0] == "diffusers" else "model"
 
 
-def _is_of(package: str, obj: Any) -> bool:
+def is_of(package: str, obj: Any) -> bool:
+    """Whether an object or class is of a package, or derives from a class of it."""
     kind = obj if isinstance(obj, type) else type(obj)
     return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
-
-
-def is_sentence_transformer(obj: Any) -> bool:
-    """Whether an object or class is a model of ``sentence-transformers``."""
-    return _is_of("sentence_transformers", obj)
 
 
 def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
@@ -183,11 +179,6 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
     return model.eval()
 
 
-def is_peft(obj: Any) -> bool:
-    """Whether an object or class is of ``peft``."""
-    return _is_of("peft", obj)
-
-
 def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """An adapter on the model that its configuration names.
 
@@ -201,7 +192,7 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     named = values.get("base_model_name_or_path")
     if not named:
         raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
-    if cls is not None and not is_peft(cls):
+    if cls is not None and not is_of("peft", cls):
         model, _ = load(cls, named, options.of_base_model())
         return load_adapter_into(model, folder, options, "default")
     from peft import get_peft_model
@@ -219,7 +210,7 @@ def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, nam
     if hasattr(model, "load_lora_weights"):
         model.load_lora_weights(_for_pipeline(model, folder, options), adapter_name=name)
         return model
-    if is_peft(model):
+    if is_of("peft", model):
         config = _config(folder)
         if name not in model.peft_config:
             model.add_adapter(name, config)
