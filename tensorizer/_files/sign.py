@@ -12,9 +12,10 @@ from tensorizer._files.verify import check_all
 from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
+from tensorizer._io.sources import read_checked
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._keys import signer_of
-from tensorizer._load.authenticity import named, read_signature, signature_place
+from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, named, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
@@ -114,7 +115,7 @@ def _target(source: Any, signature: Any) -> Any:
 def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:
     """Signatures of the same content that are at the target, to be kept."""
     try:
-        content = read_signature(target, stream_options, bytes)
+        content = read_checked(target, stream_options, bytes, MAX_SIGNATURE_NBYTES)
         if _C.signers_of_detached(file.index, content):
             return content
     except StreamNotFoundError:
