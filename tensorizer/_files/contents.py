@@ -16,6 +16,7 @@ from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
+from tensorizer._load.authenticity import named
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
@@ -249,10 +250,7 @@ def files_of_index(path: str) -> list[str]:
     """The files that a local index of pickled ones names. Raises as :func:`pickled_files`."""
     with open(path, "rb") as file:
         text = file.read(MAX_INDEX_NBYTES + 1)
-    try:
-        weight_map, _ = _C.parse_shard_index(text)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
+    weight_map, _ = named(path, _C.parse_shard_index, text)
     files = list(dict.fromkeys(weight_map.values()))
     for name in files:
         if os.path.basename(name) != name or not name.endswith(_EXTENSIONS):

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._keys import encryption_key, key_ring
+from tensorizer._load.authenticity import named
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
@@ -35,7 +36,6 @@ from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, e
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,
-    CryptographyError,
     FormatError,
     HashMismatchError,
     InvalidVersionError,
@@ -346,12 +346,7 @@ def _check_tag(head: Mapping[str, Any], body: bytes, name: str, encryption: Decr
         derivation = bytes.fromhex(head["derivation"]) if "derivation" in head else None
     except (TypeError, ValueError):
         raise FormatError(f"{name}: a damaged marker (its tag is no hexadecimal number)") from None
-    keys = key_ring(encryption)
-    try:
-        computed = _C.marker_tag_of(keys, body, derivation)
-    except (CryptographyError, FormatError) as error:
-        raise type(error)(f"{name}: {error}") from None
-    if not _C.same_secret(computed, tag):
+    if not _C.same_secret(named(name, _C.marker_tag_of, key_ring(encryption), body, derivation), tag):
         raise AuthenticationError(
             f"{name}: the marker does not match its authentication code: wrong key, or it was altered"
         )
