@@ -53,15 +53,11 @@ def require_crypto() -> None:
             "install a working libsodium (for example 'apt-get install libsodium23') and restart"
         )
     if not _kernel_chosen:
-        _choose_kernel()
+        name = env_text("TENSORIZER_CRYPTO_KERNEL")
+        if name is not None and not _C.select_kernel(name):
+            usable = ", ".join(_C.available_kernels())
+            raise ValueError(f"environment variable TENSORIZER_CRYPTO_KERNEL: found {name!r}, usable here: {usable}")
         _kernel_chosen = True
-
-
-def _choose_kernel() -> None:
-    name = env_text("TENSORIZER_CRYPTO_KERNEL")
-    if name is not None and not _C.select_kernel(name):
-        usable = ", ".join(_C.available_kernels())
-        raise ValueError(f"environment variable TENSORIZER_CRYPTO_KERNEL: found {name!r}, usable here: {usable}")
 
 
 # --- keys as callers pass them, and where they are kept -------------------------------------------------------------

@@ -44,10 +44,8 @@ def check_encryption(params: object) -> None:
         raise TypeError(f"encryption: wanted EncryptionParams, found {type(params).__name__}")
 
 
-def key_ring(params: Optional[DecryptionParams]) -> Optional[_C.KeyRing]:
+def key_ring(params: DecryptionParams) -> _C.KeyRing:
     """The keys of a load."""
-    if params is None:
-        return None
     secret = params._secret()
     if secret is not None:
         return _C.KeyRing(secret)
@@ -65,15 +63,13 @@ def encryption_key(
 
 
 def public_key_bytes(public_key: Any) -> tuple[bytes, ...]:
-    """The keys that a caller means: a ``PublicKey``, the path of one, or a sequence of either; none for ``None``.
+    """The keys that a caller means: a ``PublicKey``, the path of one, or a sequence of either.
 
     Raises:
         TypeError: Something else.
         ValueError: An empty sequence; a file that holds no public key.
         OSError: A file that cannot be read.
     """
-    if public_key is None:
-        return ()
     several = public_key if isinstance(public_key, (list, tuple, set, frozenset)) else [public_key]
     if not several:
         raise ValueError("public_key: an empty sequence, which no signature could satisfy")
@@ -92,14 +88,12 @@ def _public_key_bytes(public_key: Any) -> bytes:
     return bytes(public_key)
 
 
-def signer_of(signing_key: Any) -> Optional[_C.Signer]:
+def signer_of(signing_key: Any) -> _C.Signer:
     """What the extension signs with.
 
     Raises:
-        TypeError: Neither a ``SigningKey`` nor ``None``.
+        TypeError: Not a ``SigningKey``.
     """
-    if signing_key is None:
-        return None
     from tensorizer.signing import SigningKey
 
     if not isinstance(signing_key, SigningKey):

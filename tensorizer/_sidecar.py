@@ -168,15 +168,18 @@ class SaveSession:
             pickle_file.write(PairNote(pair_id, sizes).to_bytes())
 
 
+def _asked_first(ours: Callable[[Any], Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """What asks torch's function where ours has no answer: with (id) as an attribute of an object, or (self, id)."""
+
+    def ask(*args: Any) -> Any:
+        answer = ours(args[-1])
+        return torchs(*args) if answer is None else answer
+
+    return ask
+
+
 def pickle_for_saving(session: SaveSession) -> Any:
     """A ``pickle_module`` for ``torch.save`` whose pickler asks the session first."""
-
-    def session_first(torchs: Callable[..., Any]) -> Callable[..., Any]:
-        def persistent_id(*args: Any) -> Any:  # (obj) as an attribute of the pickler, (self, obj) as a method
-            ours = session.persistent_id(args[-1])
-            return torchs(*args) if ours is None else ours
-
-        return persistent_id
 
     class Pickler(pickle.Pickler):
         def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -186,10 +189,11 @@ def pickle_for_saving(session: SaveSession) -> Any:
         def __init_subclass__(cls) -> None:  # torch defines the method in a subclass ...
             super().__init_subclass__()
             if "persistent_id" in cls.__dict__:
-                setattr(cls, "persistent_id", session_first(cls.__dict__["persistent_id"]))  # noqa: B010
+                torchs = cls.__dict__["persistent_id"]
+                setattr(cls, "persistent_id", _asked_first(session.persistent_id, torchs))  # noqa: B010
 
         def __setattr__(self, name: str, value: Any) -> None:  # ... or, before 2.4, sets it on the object
-            super().__setattr__(name, session_first(value) if name == "persistent_id" else value)
+            super().__setattr__(name, _asked_first(session.persistent_id, value) if name == "persistent_id" else value)
 
         def dump(self, obj: Any) -> None:
             super().dump(obj)
@@ -217,8 +221,7 @@ def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         raise FormatError(
             f"{shown_location(file_obj)}: wanted a list of storages written under tensorizer_saving, found others"
         )
-    result: list[torch.Tensor] = tensors
-    return result
+    return tensors  # type: ignore[no-any-return]
 
 
 def _default_tag() -> str:
@@ -344,14 +347,7 @@ current_load: ContextVar[Optional[LoadSession]] = ContextVar("tensorizer_current
 
 
 def _session_first(session: Optional[LoadSession], torchs: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if session is None:
-        return torchs
-
-    def persistent_load(pid: Any) -> Any:
-        ours = session.persistent_load(pid)
-        return torchs(pid) if ours is None else ours
-
-    return persistent_load
+    return torchs if session is None else _asked_first(session.persistent_load, torchs)
 
 
 def _take_note(session: Optional[LoadSession], file: Any) -> None:

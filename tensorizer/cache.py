@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
 from tensorizer._io.sources import begins_as_tensors
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._io.uri import local_path
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamError
@@ -210,7 +210,7 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
     chosen.must_keep = True
     added = []
     for uri in uris:
-        if (scheme_of(uri) or LOCAL_SCHEMES[0]) in LOCAL_SCHEMES:
+        if local_path(uri) is not None:
             raise ValueError(f"{shown_uri(uri)} is a local file, which needs no cache")
         stream: Any = stream_io.open_stream(uri, "rb", **{**(stream_options or {}), "cache": chosen})
         with stream:

@@ -16,7 +16,7 @@ from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.sources import SameFile, SourceArgument
+from tensorizer._io.sources import SourceArgument, reopener
 from tensorizer._load.arguments import DeviceArgument, target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.reader import ReadOptions
@@ -133,7 +133,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
         try:
-            self._same_file = SameFile.of(file.opened)
+            self._reopen = reopener(file.opened)
             if not lazy_load:
                 file.load(file.selection)
                 if file.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
@@ -150,9 +150,6 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         file: Optional[OpenFile] = getattr(self, "_open_file", None)  # none where opening it failed
         if file is not None:
             file.close()
-
-    def __enter__(self) -> TensorDeserializer:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -510,7 +507,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         from tensorizer._io.redis import export_to_redis
 
         file = self._open_file
-        if file.source is None and self._same_file is None:
+        if file.source is None and self._reopen is None:
             raise ValueError("to_redis needs one file that is open or can be opened again: use lazy_load=True")
         if file.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
@@ -518,8 +515,6 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         with contextlib.ExitStack() as stack:
             source = file.source
             if source is None:
-                assert self._same_file is not None
-                opened = self._same_file.open()
-                stack.callback(opened.close)
-                source = opened.source
+                assert self._reopen is not None
+                source = stack.enter_context(contextlib.closing(self._reopen())).source
             export_to_redis(source, file.prologue(source), records, redis_client, key_prefix, force)

@@ -58,10 +58,26 @@ class _Params(_crypto.Immutable):
 
     _DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
+    def _secret(self) -> Optional[_C.SecretKey]:
+        return None if self._key is None else _crypto.secret_of(self._key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickle holds the key in clear: whoever pickles a key wants it to arrive.
+        if isinstance(self._key, Provided):
+            return (type(self).from_provider, (self._key.provider,))
+        secret = self._secret()
+        values = {name: getattr(self, name) for name in self._DEFAULTS}
+        return (_unpickle, (type(self), None if secret is None else secret.export(), values))
+
     __hash__ = None  # type: ignore[assignment]  # equal objects would hash alike, and a hash would tell about the key
 
 
 _Made = TypeVar("_Made", bound=_Params)
+
+
+def _unpickle(kind: type[_Made], key: Optional[bytes], values: Mapping[str, Any]) -> _Made:
+    _crypto.require_crypto()
+    return kind._of(None if key is None else _C.SecretKey(key), **values)
 
 
 class EncryptionParams(_Params):
@@ -151,7 +167,7 @@ class EncryptionParams(_Params):
     @property
     def key(self) -> bytes:
         """The 32 bytes of the key: a copy in ordinary memory."""
-        return self._secret().export()
+        return _crypto.secret_of(self._key).export()
 
     @property
     def salt(self) -> bytes:
@@ -169,9 +185,6 @@ class EncryptionParams(_Params):
         """``(opslimit, memlimit, salt)`` of a key from :meth:`from_string`, otherwise ``None``."""
         return self._derivation
 
-    def _secret(self) -> _C.SecretKey:
-        return _crypto.secret_of(self._key)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncryptionParams):
             return NotImplemented
@@ -184,12 +197,6 @@ class EncryptionParams(_Params):
             return "EncryptionParams(key=<hidden>)"
         opslimit, memlimit, _ = self._derivation
         return f"EncryptionParams(key=<hidden>, opslimit={opslimit}, memlimit={memlimit})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle holds the key in clear: whoever pickles a key wants it to arrive.
-        if isinstance(self._key, Provided):
-            return (EncryptionParams.from_provider, (self._key.provider,))
-        return (_unpickle_encryption, (self.key, self._derivation))
 
 
 class DecryptionParams(_Params):
@@ -273,15 +280,13 @@ class DecryptionParams(_Params):
     @property
     def key(self) -> Optional[bytes]:
         """The 32 bytes of the key (a copy in ordinary memory); ``None`` with a passphrase."""
-        return None if self._key is None else _crypto.secret_of(self._key).export()
+        secret = self._secret()
+        return None if secret is None else secret.export()
 
     @property
     def source(self) -> Optional[bytes]:
         """The passphrase as bytes; ``None`` with a key."""
         return self._source
-
-    def _secret(self) -> Optional[_C.SecretKey]:
-        return None if self._key is None else _crypto.secret_of(self._key)
 
     def _limits(self) -> tuple[int, int, int]:
         return self.max_opslimit, self.max_memlimit, self.max_derivations
@@ -301,30 +306,6 @@ class DecryptionParams(_Params):
         if self._source is not None:
             return "DecryptionParams(source=<hidden>)"
         return f"DecryptionParams({'' if self._key is None else 'key=<hidden>'})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self._key, Provided):
-            return (DecryptionParams.from_provider, (self._key.provider,))
-        return (_unpickle_decryption, (self.key, self._source, *self._limits()))
-
-
-def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
-    _crypto.require_crypto()
-    return EncryptionParams._of(_C.SecretKey(key), _derivation=derivation)
-
-
-def _unpickle_decryption(
-    key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int, max_derivations: int
-) -> DecryptionParams:
-    _crypto.require_crypto()
-    secret = None if key is None else _C.SecretKey(key)
-    return DecryptionParams._of(
-        secret,
-        _source=source,
-        max_opslimit=max_opslimit,
-        max_memlimit=max_memlimit,
-        max_derivations=max_derivations,
-    )
 
 
 def _limit(

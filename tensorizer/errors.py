@@ -159,17 +159,9 @@ def stream_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        found = as_stream_error(error)
-        if found is error:
+        kind = _CLASSES.get(type(error))
+        if kind is None:
             raise
-        raise found from None
-
-
-def as_stream_error(error: OSError) -> OSError:
-    """What :func:`stream_errors` raises for an error."""
-    kind = _CLASSES.get(type(error))
-    if kind is None:
-        return error
-    if error.filename is None:
-        return kind(*error.args)
-    return kind(error.errno, error.strerror, error.filename, None, error.filename2)
+        if error.filename is None:
+            raise kind(*error.args) from None
+        raise kind(error.errno, error.strerror, error.filename, None, error.filename2) from None

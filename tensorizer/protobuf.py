@@ -55,30 +55,23 @@ DtypePbs: dict[torch.dtype, int] = {
 #: ``tensors.Dtype`` to torch dtype.
 PbDtypes: dict[int, torch.dtype] = {number: dtype for dtype, number in DtypePbs.items()}
 
+_NEAREST: dict[torch.dtype, Any] = {
+    torch.bfloat16: np.float16,
+    torch.complex32: np.complex64,
+    torch.quint8: np.uint8,
+    torch.qint8: np.int8,
+    torch.qint32: np.int32,
+    torch.quint4x2: np.uint8,
+}
+
 #: ``tensors.Dtype`` to the numpy dtype its bytes are decoded as; types that numpy lacks get the nearest one.
 PbNpyDtypes: dict[int, Any] = {
-    tensors_pb2.DT_FLOAT32: np.float32,
-    tensors_pb2.DT_FLOAT64: np.float64,
-    tensors_pb2.DT_FLOAT16: np.float16,
-    tensors_pb2.DT_BFLOAT16: np.float16,
-    tensors_pb2.DT_COMPLEX32: np.complex64,
-    tensors_pb2.DT_COMPLEX64: np.complex64,
-    tensors_pb2.DT_COMPLEX128: np.complex128,
-    tensors_pb2.DT_UINT8: np.uint8,
-    tensors_pb2.DT_INT8: np.int8,
-    tensors_pb2.DT_INT16: np.int16,
-    tensors_pb2.DT_INT32: np.int32,
-    tensors_pb2.DT_INT64: np.int64,
-    tensors_pb2.DT_BOOL: np.bool_,
-    tensors_pb2.DT_QUINT8: np.uint8,
-    tensors_pb2.DT_QINT8: np.int8,
-    tensors_pb2.DT_QINT32: np.int32,
-    tensors_pb2.DT_QUINT4_2: np.uint8,
+    number: _NEAREST.get(dtype) or np.dtype(str(dtype).removeprefix("torch.")).type
+    for dtype, number in DtypePbs.items()
 }
 
 _ATTRIBUTE_TYPES = (tensors_pb2.AT_PARAMETER, tensors_pb2.AT_BUFFER)
 _MAX_MESSAGE_BYTES = 2**31 - 1
-_NO_NUMPY = {torch.bfloat16, torch.complex32, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2}
 
 
 def serialize_tensor(t: torch.Tensor, attribute: Optional[int] = None) -> Tensor:
@@ -99,7 +92,7 @@ def serialize_tensor(t: torch.Tensor, attribute: Optional[int] = None) -> Tensor
         raise AssertionError(f"serialize_tensor: wanted AT_PARAMETER, AT_BUFFER or None, found {attribute!r}")
     if t.dtype not in DtypePbs:
         raise KeyError(t.dtype)
-    if t.dtype in _NO_NUMPY:
+    if t.dtype in _NEAREST:
         raise TypeError(f"serialize_tensor: {t.dtype} has no numpy equivalent and cannot be written as protobuf")
     array = t.detach().cpu().numpy()
     native = array.astype(array.dtype.newbyteorder("<"), copy=False)

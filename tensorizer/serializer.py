@@ -23,7 +23,7 @@ from tensorizer._format.tree import flatten
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.sources import TargetArgument
 from tensorizer._io.upload_on_close import tell_if_unclosed
-from tensorizer._keys import check_encryption, encryption_key
+from tensorizer._keys import check_encryption, encryption_key, signer_of
 from tensorizer._save.records import (
     Record,
     check_name,
@@ -38,8 +38,6 @@ from tensorizer._save.session import (
     batches_to_copy,
     check_hashes,
     check_metadata,
-    check_signer,
-    check_ties,
     write_tensors,
 )
 from tensorizer._system.checks import thread_limit
@@ -137,8 +135,14 @@ class TensorSerializer:
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
         chosen = check_hashes(hashes, encrypted=encryption is not None)
-        signer = check_signer(signing_key, chosen, encrypted=encryption is not None)
-        self._once = check_ties(ties)
+        signer = None if signing_key is None else signer_of(signing_key)
+        if signer is not None and encryption is None and "sha256" not in chosen:
+            raise ValueError(
+                "signing_key: wanted 'sha256' among hashes, which is what a signature of a file in clear covers"
+            )
+        if ties not in ("twice", "once"):
+            raise ValueError(f"ties: wanted one of twice, once, found {ties!r}")
+        self._once = ties == "once"
         texts = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
         self.compress_tensors = compress_tensors

@@ -23,6 +23,7 @@ from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath,
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
+from tensorizer._system import checks
 from tensorizer._system.config import env_text
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import hidden, shown_uri
@@ -38,7 +39,7 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-_S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
+_S3_MODES = ("ab", "ab+", "rb", "wb", "wb+")
 
 
 # -- what programs may replace in this module, looked up at every call -------------------------------------------------
@@ -187,7 +188,7 @@ def open_stream(
         chosen.leave(shown_uri(uri), "only a part of it is read (begin, end)")
         chosen = None
     if scheme in ("http", "https"):
-        _require_mode(mode, {frozenset("rb")}, scheme)
+        checks.binary_mode(mode, ("rb",), scheme)
         cached = None
         if chosen is not None:
             from tensorizer._io.cache import CachedObject, http_location
@@ -205,7 +206,7 @@ def open_stream(
             cached=cached,
         )
     if scheme in ("redis", "rediss"):
-        _require_mode(mode, {frozenset("rb")}, scheme)
+        checks.binary_mode(mode, ("rb",), scheme)
         if chosen is not None:
             chosen.leave(shown_uri(uri), "Redis tells no versions")
         from tensorizer._io.redis import RedisStreamFile
@@ -214,7 +215,7 @@ def open_stream(
             uri, begin=begin, end=end, buffer_size=buffer_size, certificate_handling=certificate_handling
         )
     if scheme == "s3":
-        _require_mode(mode, _S3_MODES, scheme)
+        checks.binary_mode(mode, _S3_MODES, scheme)
         # Tools that record local variables show these as <hidden>.
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         options = _s3_options(**locals())
@@ -234,12 +235,6 @@ def _chosen_cache(cache: Any) -> Optional[Cache]:
     from tensorizer._io.cache import Cache
 
     return Cache.chosen(cache)
-
-
-def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
-    if frozenset(mode) not in allowed or len(set(mode)) != len(mode):
-        names = ", ".join(sorted("".join(sorted(m, key="rwab+".index)) for m in allowed))
-        raise ValueError(f"mode for {scheme}:// must be one of {names}, found {mode!r}")
 
 
 @stream_errors()

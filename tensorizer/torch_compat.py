@@ -100,7 +100,7 @@ class _Locations:
         if isinstance(spec, (list, tuple)):
             self._many, self._count = iter(spec), len(spec)
         self._one = spec
-        self._used = False
+        self.is_used = False
 
     def next_location(self, f: Any) -> Optional[_Location]:
         """The sidecar of the file ``f``; ``None`` asks for plain torch."""
@@ -120,14 +120,11 @@ class _Locations:
     def refuse_second_use(self) -> None:
         """One fixed place holds the tensors of one torch.save."""
         fixed = self._many is None and self._one is not None and (not callable(self._one) or _is_stream(self._one))
-        if fixed and self._used:
+        if fixed and self.is_used:
             raise ValueError(
                 "the fixed location given to tensorizer_saving already holds the tensors of an earlier torch.save in "
                 "this block, which would be lost: give a function that names a location for each file, or a list"
             )
-
-    def mark_used(self) -> None:
-        self._used = True
 
 
 # --- the functions that stand in for torch's -----------------------------------------------------------------------
@@ -158,13 +155,8 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
         session.before_writing = context.locations.refuse_second_use
     _torch_save(obj, f, pickle_for_saving(session), *args, **kwargs)
     if session.storages:
-        context.locations.mark_used()
+        context.locations.is_used = True
     return None
-
-
-def _wants_weights_only(weights_only: Optional[bool], context: _Context) -> bool:
-    forced = (env_text("TORCH_FORCE_WEIGHTS_ONLY_LOAD") or "").lower() in ("1", "y", "yes", "true")
-    return forced or (bool(weights_only) and not context.suppress_weights_only)
 
 
 @wraps(_torch_load)
@@ -184,13 +176,13 @@ def _load_wrapper(
     location = context.locations.next_location(f)
     load = default_load if context.function is None else context.function
     session = None if location is None else LoadSession(location, load, context.kwargs, map_location)
+    # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
+    safe = bool(weights_only) and not context.suppress_weights_only
     token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
     try:
         if session is None:
-            # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
-            safe = bool(weights_only) and not context.suppress_weights_only
             return _torch_load(f, map_location, None, *args, weights_only=safe, **kwargs)
-        safe = _wants_weights_only(weights_only, context)
+        safe = safe or (env_text("TORCH_FORCE_WEIGHTS_ONLY_LOAD") or "").lower() in ("1", "y", "yes", "true")
         try:
             module = None if safe else PICKLE_FOR_LOADING
             loaded = _torch_load(f, map_location, module, *args, weights_only=safe, **kwargs)
@@ -225,17 +217,6 @@ _patched_load = CountedPatch(
 )
 
 
-@contextmanager
-def _active(variable: ContextVar[Optional[_Context]], context: _Context, patch: CountedPatch) -> Iterator[None]:
-    outer = variable.get()
-    with patch:
-        variable.set(context)
-        try:
-            yield
-        finally:
-            variable.set(outer)
-
-
 # --- public --------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +249,7 @@ def tensorizer_saving(
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
     """
     context = _Context(_Locations(file_obj), save_func, False, kwargs)
-    with _active(_saving, context, _patched_save):
+    with _patched_save.for_this_task(_saving, context):
         yield
 
 
@@ -306,5 +287,5 @@ def tensorizer_loading(
             keywords (the file holds the bytes of whole storages, not numbers).
     """
     context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
-    with _active(_loading, context, _patched_load):
+    with _patched_load.for_this_task(_loading, context):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union, overload
@@ -256,19 +256,6 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 _without_values = CountedPatch(_replacements)
 
 
-@contextmanager
-def _without_init() -> Iterator[None]:
-    if _skipping_init.get():
-        yield
-        return
-    with _without_values:
-        _skipping_init.set(True)
-        try:
-            yield
-        finally:
-            _skipping_init.set(False)
-
-
 @overload
 def no_init_or_tensor(loading_code: None = None) -> AbstractContextManager[None]: ...
 
@@ -304,12 +291,13 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
     Raises:
         TypeError: ``loading_code`` is neither ``None`` nor callable.
     """
+    block = _without_values.for_this_task(_skipping_init, True)
     if loading_code is None:
-        return _without_init()
+        return block
     if not callable(loading_code):
         raise TypeError(
             "no_init_or_tensor: wanted a callable without arguments or nothing (as a context manager), "
             f"found {type(loading_code).__name__}"
         )
-    with _without_init():
+    with block:
         return loading_code()

@@ -17,8 +17,10 @@ from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
+from tensorizer._load.authenticity import named
+from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
-from tensorizer._save.records import ModuleTensor, Record, extra_states, place_of, record_of, ties_of, walk_module
+from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
 from tensorizer._save.session import check_metadata
 from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
@@ -28,6 +30,7 @@ __all__ = [
     "check_state_dict",
     "contents_of_file",
     "contents_of_tensors",
+    "files_of_index",
     "module_contents",
     "not_storable",
     "pickled_files",
@@ -52,10 +55,6 @@ class Contents(NamedTuple):
 
 def contents_of_file(file: OpenFile, verify: bool) -> Contents:
     """The tensors of a file of tensors.
-
-    Args:
-        file: An open file; a key is needed where it is encrypted.
-        verify: Compares what is read with the digests in the file.
 
     Raises:
         CryptographyError: The file is encrypted and there is no key.
@@ -174,7 +173,7 @@ def module_contents(
 def state_of(model: torch.nn.Module, include_non_persistent_buffers: bool = False) -> dict[str, Any]:
     """The state dict of a model, without extra states that are ``None``."""
     held = walk_module(model, True, under_all_names=True) if include_non_persistent_buffers else ()
-    buffers = {_state_dict_name(one): one.tensor for one in held if one.is_buffer}
+    buffers = {shown(one.name): one.tensor for one in held if one.is_buffer}
     return {**buffers, **{name: value for name, value in model.state_dict().items() if value is not None}}
 
 
@@ -182,19 +181,14 @@ def _is_of_modules(model: torch.nn.Module, state: Mapping[str, Any]) -> bool:
     """Whether a state dict is what the modules hold, and not something that a class or hook has made of it."""
     held, persistent = {}, set()
     for one in walk_module(model, True, under_all_names=True):
-        held[_state_dict_name(one)] = one.tensor
+        held[shown(one.name)] = one.tensor
         if not (one.is_buffer and one.attribute in one.module._non_persistent_buffers_set):
-            persistent.add(_state_dict_name(one))
+            persistent.add(shown(one.name))
     extra = {extra_state.state_name(path) for path in extra_state.modules_of(model)}
     tensors = {name: value for name, value in state.items() if name not in extra}
     return persistent <= tensors.keys() <= held.keys() and all(
         isinstance(value, torch.Tensor) and place_of(value) == place_of(held[name]) for name, value in tensors.items()
     )
-
-
-def _state_dict_name(held: ModuleTensor) -> str:
-    """Without the dot in front of tensors of the root."""
-    return held.name.removeprefix(".")
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -251,17 +245,15 @@ def pickled_files(source: Any) -> list[str]:
         found = [name for name in names if name.endswith(_INDEX)] or [n for n in names if n.endswith(_EXTENSIONS)]
         return pickled_files(os.path.join(path, found[0])) if len(found) == 1 else []
     if path.endswith(_INDEX) and os.path.isfile(path):
-        return _files_of_index(path)
+        return files_of_index(path)
     return [path] if _is_pickle(path) else []
 
 
-def _files_of_index(path: str) -> list[str]:
+def files_of_index(path: str) -> list[str]:
+    """The files that a local index of pickled ones names. Raises as :func:`pickled_files`."""
     with open(path, "rb") as file:
         text = file.read(MAX_INDEX_NBYTES + 1)
-    try:
-        weight_map, _ = _C.parse_shard_index(text)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
+    weight_map, _ = named(path, _C.parse_shard_index, text)
     files = list(dict.fromkeys(weight_map.values()))
     for name in files:
         if os.path.basename(name) != name or not name.endswith(_EXTENSIONS):
@@ -275,11 +267,15 @@ def _is_pickle(source: str) -> bool:
     if not os.path.isfile(source):  # opening a pipe would wait for its writer
         return False
     try:
-        with open(source, "rb") as file:
-            head = file.read(4)
+        head = _head(source)
     except OSError:
         return False
     return head == _ZIP or head[:1] == _PICKLE
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(_ZIP))
 
 
 def read_pickled(
@@ -302,7 +298,11 @@ def read_pickled(
         UnsupportedContentError: Leaves that are no tensors, or tensors that no file can hold (sparse, quantised).
         ImportError: A torch in which such files cannot be read safely.
     """
-    _check_torch()
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is None or (int(version[1]), int(version[2])) < _SAFE_TORCH:
+        raise ImportError(
+            f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
+        )
     tensors: dict[str, torch.Tensor] = {}
     others: list[str] = []
     for path in files:
@@ -317,7 +317,7 @@ def read_pickled(
 
 def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_head(path) == _ZIP)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon
@@ -362,16 +362,3 @@ def _holds_tensors(content: Any) -> bool:
         and all(isinstance(name, str) for name in content)
         and any(isinstance(leaf, torch.Tensor) for leaf in content.values())
     )
-
-
-def _is_zip(path: Any) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == _ZIP
-
-
-def _check_torch() -> None:
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version is None or (int(version[1]), int(version[2])) < _SAFE_TORCH:
-        raise ImportError(
-            f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
-        )

@@ -14,13 +14,12 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
-from tensorizer._files.copy import copies_beside, copy_file
+from tensorizer._files.copy import copies_beside, copy_file, signature_beside
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path
-from tensorizer._io.uri import LOCAL_SCHEMES, identity_of, scheme_of
-from tensorizer._load.authenticity import signature_place
+from tensorizer._io.uri import identity_of
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
@@ -208,7 +207,6 @@ def _open_contents(
 
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:
     """Says what is lost: what is written is another file, which nobody has signed."""
-    beside = signature_place(source) if is_path(source) and scheme_of(source) in (None, *LOCAL_SCHEMES) else None
     signed = file.index.format == "tensors" and file.source is not None and bool(_C.embedded_signers(file.index))
-    if signed or (isinstance(beside, (str, bytes)) and scheme_of(beside) is None and os.path.exists(beside)):
+    if signed or (is_path(source) and not isinstance(source, int) and signature_beside(source, source)):
         logger.warning("%s: the new file has no signatures: sign it again", file.source_name)

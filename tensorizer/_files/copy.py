@@ -14,7 +14,7 @@ from tensorizer import _C
 from tensorizer._io import shards
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
-from tensorizer._io.uri import LOCAL_SCHEMES, local_path, path_of_file_uri, scheme_of
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError
@@ -102,12 +102,10 @@ def sha256_of_file(source: Any, stream_options: Optional[Mapping[str, Any]] = No
 
 def signature_beside(source: Any, target: Any) -> Optional[tuple[Any, Any]]:
     """The detached signature of a local file, and where it goes with a copy of that; ``None`` where there is none."""
-    scheme = scheme_of(source)
-    if "-" in (source, target) or scheme not in (None, *LOCAL_SCHEMES):
+    if "-" in (source, target) or local_path(source) is None:
         return None
     place = signature_place(source)
-    there = os.path.isfile(place if scheme is None else path_of_file_uri(place))
-    return (place, signature_place(target)) if there else None
+    return (place, signature_place(target)) if os.path.isfile(local_path(place) or "") else None
 
 
 def _has_no_length(source: Any) -> bool:

@@ -141,7 +141,7 @@ class _Comparison:
         )
 
     def _difference_of_form(self, i: int, j: int) -> Optional[str]:
-        if _shape(self._a, i) != _shape(self._b, j):
+        if self._a.described(i)[1] != self._b.described(j)[1]:
             return "shape"
         if not self._ignore_dtype and self._a.dtype_text(i) != self._b.dtype_text(j):
             return "dtype"
@@ -202,17 +202,13 @@ def _chosen(file: OpenFile, filter_func: Optional[FilterFuncType]) -> dict[Name,
     return {text: i if file.is_stored(i) else file.aliases[i] for text, i in zip(texts, chosen)}
 
 
-def _shape(file: OpenFile, i: int) -> tuple[int, ...]:
-    return tuple(file.described(i)[1])
-
-
 def _sha256(file: OpenFile, i: int) -> Optional[bytes]:
     """The stored SHA-256 of a tensor whose record header was read."""
     return next((digest.hash for digest in file.hashes(i) if digest.type is HashType.SHA256), None)
 
 
 def _form(file: OpenFile, i: int) -> str:
-    return f"{file.dtype_text(i)} {list(_shape(file, i))}"
+    return f"{file.dtype_text(i)} {list(file.described(i)[1])}"
 
 
 def _distance(

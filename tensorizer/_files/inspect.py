@@ -11,7 +11,7 @@ from tensorizer._files.contents import pickled_files
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access
-from tensorizer._load.open_file import OpenFile, open_whole
+from tensorizer._load.open_file import open_whole
 
 __all__ = ["FileInfo", "TensorInfo", "inspect", "is_encrypted"]
 
@@ -89,7 +89,36 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
         OSError: It cannot be opened or read.
     """
     with open_whole(source, Access(stream_options=stream_options)) as file:
-        return info_of(file)
+        index = file.index
+        file.read_dtypes(file.stored)
+        tensors = tuple(
+            TensorInfo(
+                file.names[i],
+                _KINDS[file.type(i)],
+                file.dtype_text(i),
+                index.shape(i),
+                index.loaded_nbytes(i),
+                index.data_offset(i),
+                index.data_nbytes(i),
+                file.shard_of(i),
+            )
+            for i in file.stored
+        )
+        return FileInfo(
+            source=file.source_name,
+            format=index.format,
+            version=index.version if index.format == "tensors" else None,
+            encrypted=index.encrypted,
+            file_nbytes=file.nbytes,
+            tensors=tensors,
+            metadata=file.metadata() or {},
+            ties={name_text(alias): name_text(kept) for alias, kept in file.ties().items()},
+            files=tuple(file.shard_names),
+            metadata_encrypted=bool(index.metadata_is_sealed),
+            has_tag=not file.shard_names and _C.has_tag(index),
+            signers=() if file.shard_names else tuple(key.hex() for key in _C.embedded_signers(index)),
+            index_digest=file.index_digest,
+        )
 
 
 def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
@@ -98,37 +127,3 @@ def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None
         return False
     with open_whole(source, Access(stream_options=stream_options)) as file:
         return bool(file.index.encrypted)
-
-
-def info_of(file: OpenFile) -> FileInfo:
-    """The description of a file that is open."""
-    index = file.index
-    file.read_dtypes(file.stored)
-    tensors = tuple(
-        TensorInfo(
-            file.names[i],
-            _KINDS[file.type(i)],
-            file.dtype_text(i),
-            index.shape(i),
-            index.loaded_nbytes(i),
-            index.data_offset(i),
-            index.data_nbytes(i),
-            file.shard_of(i),
-        )
-        for i in file.stored
-    )
-    return FileInfo(
-        source=file.source_name,
-        format=index.format,
-        version=index.version if index.format == "tensors" else None,
-        encrypted=index.encrypted,
-        file_nbytes=file.nbytes,
-        tensors=tensors,
-        metadata=file.metadata() or {},
-        ties={name_text(alias): name_text(kept) for alias, kept in file.ties().items()},
-        files=tuple(file.shard_names),
-        metadata_encrypted=bool(index.metadata_is_sealed),
-        has_tag=not file.shard_names and _C.has_tag(index),
-        signers=() if file.shard_names else tuple(key.hex() for key in _C.embedded_signers(index)),
-        index_digest=file.index_digest,
-    )

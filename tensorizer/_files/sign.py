@@ -12,13 +12,15 @@ from tensorizer._files.verify import check_all
 from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
+from tensorizer._io.sources import read_checked
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._keys import signer_of
-from tensorizer._load.authenticity import named, read_signature, signature_place
+from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, named, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 from tensorizer.progress import ProgressArgument
+from tensorizer.signing import SigningKey
 
 __all__ = ["SignReport", "sign"]
 
@@ -71,8 +73,7 @@ def sign(
         HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
         OSError: The file cannot be read, or the signature cannot be written.
     """
-    signer = signer_of(_key_of(key))
-    assert signer is not None
+    signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
     target = _target(source, signature)
     with open_whole(source, Access.to_read(encryption, stream_options, num_readers)) as file:
         if file.index.format == "safetensors":
@@ -102,12 +103,6 @@ def sign(
     )
 
 
-def _key_of(key: Any) -> Any:
-    from tensorizer.signing import SigningKey
-
-    return SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key
-
-
 def _target(source: Any, signature: Any) -> Any:
     if signature is not None:
         return signature
@@ -120,7 +115,7 @@ def _target(source: Any, signature: Any) -> Any:
 def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:
     """Signatures of the same content that are at the target, to be kept."""
     try:
-        content = read_signature(target, stream_options, bytes)
+        content = read_checked(target, stream_options, bytes, MAX_SIGNATURE_NBYTES)
         if _C.signers_of_detached(file.index, content):
             return content
     except StreamNotFoundError:

@@ -113,7 +113,9 @@ def verify(
         OSError: It cannot be opened or read.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.
     """
-    wanted = None if sha256 is None else _digest(sha256)
+    wanted = None if sha256 is None else sha256.strip().lower()
+    if wanted is not None and not _SHA256.match(wanted):
+        raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(wanted)} characters")
     trust = Trust.of(public_key, signature, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
@@ -195,13 +197,6 @@ def _errors_of(file: OpenFile, batch: Sequence[int]) -> Iterator[tuple[int, Opti
         return
     for i in batch:
         yield from _errors_of(file, [i])
-
-
-def _digest(text: str) -> str:
-    lowered = text.strip().lower()
-    if not _SHA256.match(lowered):
-        raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(lowered)} characters")
-    return lowered
 
 
 def sha256_of_hub_file(uri: str) -> str:

@@ -104,7 +104,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
         with progress_reporter(access.progress, total, "writing") as report:
-            _Writing(contents, plan, options, access, hashes, report).write(names)
+            _Writing(contents, plan, options, access, hashes, report).write(names, files[-1])
         remove_files(old, access.stream_options)
     return plan, files
 
@@ -270,8 +270,8 @@ class _Writing:
         self._hashes, self._report = hashes, report
         self._done = 0
 
-    def write(self, names: Sequence[Any]) -> None:
-        """Writes all files; local ones get their names when all of them are complete and were read back.
+    def write(self, names: Sequence[Any], index: Any) -> None:
+        """Writes all files, and the index of several; local ones get their names when all are complete and checked.
 
         In a store an object appears when it was written, and its check comes then; shards mean nothing without the
         index, which comes last.
@@ -299,10 +299,8 @@ class _Writing:
         if files:
             # An encrypted model keeps its metadata and ties in the annexes of its shards.
             texts = {} if self._plan.format == "tensors" else self._texts()
-            index = shards.index_bytes(files, self._plan.nbytes, texts)
-            name = shards.index_name(shards.name_of_shard(names[0]))
-            with WholeFile(name, self._access.stream_options) as file:
-                file.append(index)
+            with WholeFile(index, self._access.stream_options) as file:
+                file.append(shards.index_bytes(files, self._plan.nbytes, texts))
 
     def _write_one(self, target: Any, run: range) -> list[int]:
         open_target = self._tensors_target if self._plan.format == "tensors" else self._safetensors_target
@@ -415,8 +413,11 @@ class _Writing:
         if not self._options.check:
             return
         records = self._plan.records[run.start : run.stop]
-        encryption = self._access.encryption
-        decryption = None if encryption is None else _decryption_of(encryption)
+        decryption = None
+        if self._access.encryption is not None:
+            from tensorizer.encryption import DecryptionParams
+
+            decryption = DecryptionParams.from_key(self._access.encryption.key)
         with open_whole(target, Access.to_read(decryption, self._access.stream_options)) as file:
             if len(file.stored) != len(records):
                 raise HashMismatchError(f"{file.source_name}: wanted {len(records)} tensors, found {len(file.stored)}")
@@ -436,9 +437,3 @@ class _Writing:
         self._done += nbytes
         if self._report is not None:
             self._report(self._done)
-
-
-def _decryption_of(encryption: Any) -> Any:
-    from tensorizer.encryption import DecryptionParams
-
-    return DecryptionParams.from_key(encryption.key)

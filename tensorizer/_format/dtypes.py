@@ -20,7 +20,7 @@ __all__ = [
     "casts",
     "dtype_text",
     "known_dtype",
-    "numpy_storage",
+    "numpy_has",
     "resolve",
     "stored_for_array",
     "stored_for_tensor",
@@ -200,9 +200,6 @@ def stored_for_array(dtype: np.dtype[np.generic]) -> str:
     return dtype.str
 
 
-def numpy_storage(dtype: torch.dtype) -> tuple[np.dtype[np.generic], bool]:
-    """The numpy dtype that holds elements of `dtype`, and whether it is only a stand-in of the same width."""
-    stored = _TORCH_TO_STORED.get(dtype)
-    if stored is not None:
-        return np.dtype(stored), False
-    return np.dtype(f"i{dtype.itemsize}"), True
+def numpy_has(dtype: torch.dtype) -> bool:
+    """Whether numpy has arrays of it."""
+    return dtype in _TORCH_TO_STORED

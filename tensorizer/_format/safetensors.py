@@ -30,26 +30,19 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def canonical_order(entries: Sequence[Entry]) -> list[int]:
-    """Positions of `entries` in the order of the reference's writer: dtypes by rank, then names by their bytes.
-
-    Raises:
-        UnsupportedContentError: As :func:`check_entries`.
-    """
-    check_entries(entries)
+    """Positions of checked entries in the order of the reference's writer: by rank of dtypes, then names as bytes."""
     return _C.safetensors_order(_described(entries))
 
 
 def header_bytes(entries: Sequence[Entry], metadata: Optional[Mapping[str, str]]) -> bytes:
-    """The length field and the header of a file that holds `entries` one behind the other.
+    """The length field and the header of a file that holds checked `entries` one behind the other.
 
     Padded with spaces to a multiple of 8, so that every payload of the canonical order lies at a multiple of its
     element size; metadata keep their order.
 
     Raises:
-        UnsupportedContentError: As :func:`check_entries`; names that are no Unicode.
         FieldRangeError: A header that is too long.
     """
-    check_entries(entries)
     return _C.safetensors_header(_described(entries), None if metadata is None else list(metadata.items()))
 
 
@@ -62,17 +55,15 @@ def check_entries(entries: Sequence[Entry]) -> None:
     ]
     if strange:
         raise UnsupportedContentError(f".safetensors has no dtype for {', '.join(strange)}")
-    if any(name == METADATA for name, _, _ in entries):
-        raise UnsupportedContentError(f"no reader of .safetensors finds a tensor named {METADATA!r}")
-
-
-def _described(entries: Sequence[Entry]) -> list[tuple[str, bytes, Sequence[int], int]]:
-    stored = {dtype: stored_for_tensor(dtype).encode() for dtype in {dtype for _, dtype, _ in entries}}
-    described: list[tuple[str, bytes, Sequence[int], int]] = []
-    for name, dtype, shape in entries:
+    for name, _, _ in entries:
+        if name == METADATA:
+            raise UnsupportedContentError(f"no reader of .safetensors finds a tensor named {METADATA!r}")
         try:
             name.encode()
         except UnicodeEncodeError:
             raise UnsupportedContentError(f"tensor {name!r}: names that are no Unicode cannot be stored") from None
-        described.append((name, stored[dtype], shape, math.prod(shape) * dtype.itemsize))
-    return described
+
+
+def _described(entries: Sequence[Entry]) -> list[tuple[str, bytes, Sequence[int], int]]:
+    stored = {dtype: stored_for_tensor(dtype).encode() for dtype in {dtype for _, dtype, _ in entries}}
+    return [(name, stored[dtype], shape, math.prod(shape) * dtype.itemsize) for name, dtype, shape in entries]

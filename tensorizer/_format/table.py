@@ -8,7 +8,7 @@ from typing import Union
 
 from tensorizer._format import dtypes
 from tensorizer._format.entries import TensorEntry, TensorType
-from tensorizer._format.names import Name
+from tensorizer._format.names import path_of
 from tensorizer._system.sizes import convert_bytes
 
 __all__ = ["entries_table"]
@@ -27,21 +27,14 @@ _SORT = (
 )
 
 
-def _shown_name(name: Name) -> str:
-    return name if isinstance(name, str) else " / ".join(map(str, name))
-
-
-def _shown_hashes(entry: TensorEntry) -> str:
-    return " ".join(f"{stored.type.name}:{stored.hash.hex()[:8]}" for stored in entry.hashes or ())
-
-
 def _cell(shown: str, value: Union[str, int]) -> str:
     return f'<td style="text-align:left" data-v="{escape(str(value))}">{escape(shown)}</td>'
 
 
 def _row(entry: TensorEntry) -> str:
-    name, dtype, kind = _shown_name(entry.name), dtypes.dtype_text(entry.dtype), _KINDS[entry.type]
-    shape, nbytes, hashes = list(entry.shape), entry.deserialized_length, _shown_hashes(entry)
+    name, dtype, kind = " / ".join(map(str, path_of(entry.name))), dtypes.dtype_text(entry.dtype), _KINDS[entry.type]
+    shape, nbytes = list(entry.shape), entry.deserialized_length
+    hashes = " ".join(f"{stored.type.name}:{stored.hash.hex()[:8]}" for stored in entry.hashes or ())
     cells = [
         _cell(name, name),
         _cell(kind, kind),

@@ -71,7 +71,7 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
         TypeError: A mapping key that is not a ``str``, a leaf that is not a tensor (text and bytes included), a
             structure that contains itself, or a top level that is neither mapping nor sequence.
     """
-    if isinstance(structure, torch.Tensor) or not isinstance(structure, (Mapping, Sequence)):
+    if isinstance(structure, torch.Tensor) or not _is_container(structure):
         raise TypeError(
             f"wanted a mapping or a sequence of tensors, found {type(structure).__name__}{_method_for(structure)}"
         )
@@ -87,7 +87,7 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
         path, value = item
         if isinstance(value, torch.Tensor):
             yield path, value
-        elif isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, (Mapping, Sequence)):
+        elif not _is_container(value):
             raise TypeError(f"wanted a tensor at {display(path)}, found {type(value).__name__}; {_instead_of(value)}")
         elif id(value) in open_ids:
             raise TypeError(f"the structure at {display(path)} contains itself")
@@ -96,6 +96,10 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
                 empty.append(path)
             stack.append(_children(path, value))
             open_ids.append(id(value))
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 _WHOLE_CHECKPOINT = "torch.save within torch_compat.tensorizer_saving() keeps whole checkpoints, values and all"
@@ -119,8 +123,6 @@ def _instead_of(value: object) -> str:
 
 
 def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) -> Iterator[tuple[Path, Any]]:
-    if isinstance(container, (str, bytes, bytearray, memoryview)):
-        raise TypeError(f"wanted a mapping or a sequence of tensors, found {type(container).__name__}")
     if isinstance(container, Mapping):
         for key, value in container.items():
             if not isinstance(key, str):
@@ -139,37 +141,24 @@ def branch(paths: Iterable[tuple[Path, Any]]) -> Any:
 
     Gaps in the integers close up. A single pair with an empty path is the leaf itself.
     """
-    root: dict[Key, Any] = {}
+    root: Node = {}
+    layers: list[tuple[Node, Key, Node]] = []  # each with where it lies; those above it come before
     for path, leaf in paths:
         if not path:
             return leaf
         node = root
         for key in path[:-1]:
-            node = node.setdefault(key, _Layer())
+            if key not in node:
+                node[key] = {}
+                layers.append((node, key, node[key]))
+            node = node[key]
         node[path[-1]] = leaf
-    return _finish(root)
-
-
-class _Layer(dict[Key, Any]):
-    """A layer under construction, told apart from leaves that are mappings."""
-
-
-def _finish(root: dict[Key, Any]) -> Any:
-    # Children before parents, without recursion.
-    order: list[tuple[dict[Key, Any], Key, _Layer]] = []
-    pending: list[dict[Key, Any]] = [root]
-    while pending:
-        node = pending.pop()
-        for key, value in node.items():
-            if isinstance(value, _Layer):
-                order.append((node, key, value))
-                pending.append(value)
-    for parent, key, layer in reversed(order):
+    for parent, key, layer in reversed(layers):
         parent[key] = _container(layer)
     return _container(root)
 
 
-def _container(layer: dict[Key, Any]) -> Any:
+def _container(layer: Node) -> Any:
     if layer and all(isinstance(key, int) for key in layer):
         return [layer[key] for key in sorted(layer)]
-    return dict(layer)
+    return layer

@@ -126,10 +126,6 @@ class Known(NamedTuple):
     confirmed: float
     has_ranges: bool
 
-    @property
-    def has_etag(self) -> bool:
-        return _STRONG_ETAG.fullmatch(self.version) is not None
-
 
 class Cache:
     """One folder with its settings."""
@@ -253,7 +249,7 @@ class CachedObject:
     def condition(self) -> dict[str, Any]:
         """Keywords of :meth:`_C.HttpSource.open` with which bytes that are here already do not come."""
         known = self.known
-        if known is None or not known.has_etag or self._folder is None:
+        if known is None or not _STRONG_ETAG.fullmatch(known.version) or self._folder is None:
             return {}
         if not known.has_ranges:  # what is missing would come only with all the rest
             directory = _name_of(known.version, known.nbytes)
@@ -456,9 +452,6 @@ class CachedFile(WindowedReader):
         self._source, self._of = source, of
         self.name = self._name = source.name
         self._start_at(begin, buffer_nbytes)
-
-    def __repr__(self) -> str:
-        return f"<CachedFile {self.name}>"
 
     @property
     def bytes_read(self) -> int:

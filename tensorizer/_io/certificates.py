@@ -98,16 +98,10 @@ class CAInfo:
 
 @dataclasses.dataclass(frozen=True)
 class TrustAnchors:
-    """Trust anchors as the C++ side takes them.
+    """Trust anchors as the C++ side takes them. Without file and path it is left to libcurl and OpenSSL."""
 
-    Attributes:
-        file: PEM file, or ``""``.
-        path: Folder of hashed certificates, or ``""``. Both empty leave it to libcurl and OpenSSL.
-        verify: Whether certificates are checked at all.
-    """
-
-    file: str = ""
-    path: str = ""
+    file: str = ""  # in PEM format
+    path: str = ""  # of a folder of hashed certificates
     verify: bool = True
 
 
@@ -131,7 +125,7 @@ def trust_for(certificates: Optional[CAInfo], *, secure: bool = True) -> TrustAn
     Raises:
         StreamError: A variable names something unreadable, or no certificates were found anywhere.
     """
-    return named_trust(certificates, secure=secure) or _of_system(secure)
+    return named_trust(certificates, secure=secure) or system_trust(secure)
 
 
 def named_trust(certificates: Optional[CAInfo], *, secure: bool = False) -> Optional[TrustAnchors]:
@@ -139,11 +133,6 @@ def named_trust(certificates: Optional[CAInfo], *, secure: bool = False) -> Opti
     if certificates is not None:
         return TrustAnchors(certificates.cacert or "", certificates.capath or "", not certificates.allow_untrusted)
     return _of_environment(secure)
-
-
-def system_trust() -> TrustAnchors:
-    """The trust anchors of the system, for a connection that certainly uses TLS. Raises as :func:`trust_for`."""
-    return _of_system(True)
 
 
 # The variables, first the one that is asked first, each with what it may name.
@@ -187,7 +176,8 @@ def _is_readable(path: str) -> bool:
     return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
 
 
-def _of_system(secure: bool) -> TrustAnchors:
+def system_trust(secure: bool = True) -> TrustAnchors:
+    """The trust anchors of the system; arguments and errors as for :func:`trust_for`."""
     global _found
     if _found is not None:
         return _found

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
+from tensorizer._system import checks
 from tensorizer._system.config import env_int
 from tensorizer._system.redaction import shown_uri, without_secrets
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
@@ -58,9 +59,7 @@ def open(
         ValueError: fsspec or the scheme's driver is not installed, nobody knows the scheme, or another mode.
         OSError: The file cannot be opened.
     """
-    wanted = "".join(sorted(mode, key="rwaxb+".find))
-    if wanted not in _MODES:
-        raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
+    wanted = checks.binary_mode(mode, _MODES, scheme_of(uri))
     fs, path = _file_system(uri, is_asked=cache is None or not cache.offline)
     if wanted == "rb":
         cached = None if cache is None else _open_cached(cache, fs, path, uri, buffer_size, begin or 0)
@@ -235,9 +234,6 @@ class FsspecReader(WindowedReader):
                 self._source = _ranges(self._fs, self._path, self.name, int(size))
         return self._source
 
-    def __repr__(self) -> str:
-        return f"<FsspecReader {self.name}>"
-
     def _limit(self) -> Optional[int]:
         return self._size
 
@@ -276,6 +272,7 @@ class FsspecWriter(io.BufferedIOBase):
     def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
         self._fs, self._path, self._append, self.name = fs, path, append, shown_uri(uri)
+        self._mode = "ab" if append else "wb"
         self._beside: Optional[str] = None  # the name until close()
         try:
             with _network_errors(self.name):
@@ -283,10 +280,6 @@ class FsspecWriter(io.BufferedIOBase):
         except BaseException:
             super().close()  # nothing is open that the interpreter would have to close
             raise
-
-    @property
-    def _mode(self) -> str:
-        return "ab" if self._append else "wb"
 
     def _open_beside(self) -> Any:
         beside = f"{self._path}.{secrets.token_hex(4)}.part"

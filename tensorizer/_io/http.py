@@ -132,7 +132,7 @@ class CURLStreamFile(WindowedReader):
             return _SharedSource(http, cached)
 
         self._open_source = open_source
-        self._buffer_nbytes = _buffer_nbytes(buffer_size)
+        self._buffer_nbytes = max(1, checks.buffer_size(buffer_size, _DEFAULT_BUFFER_NBYTES))
         self._error_context: Optional[str] = None
         shared = open_source(begin)
         self._attach(shared, begin, end)
@@ -145,13 +145,14 @@ class CURLStreamFile(WindowedReader):
         self._shared: Optional[_SharedSource] = shared
         source = shared.source
         self._name = source.name
-        self._headers = _http_message(shared.http.response_headers)
+        self._headers = http.client.HTTPMessage()
+        for name, value in shared.http.response_headers:
+            self._headers[name] = value
         if shared.http.is_known and "etag" not in self._headers:  # a 304 need not repeat it
             self._headers["ETag"] = shared.known_etag
         self._end = end
         self._start_at(begin, self._buffer_nbytes)
         self._went_back = False
-        self._bytes_read = 0
         self._source_is_shared = False
         self._closed = False
 
@@ -171,9 +172,6 @@ class CURLStreamFile(WindowedReader):
         if self._source_is_shared and self._shared is not None:
             self._bytes_read = max(self._bytes_read, self._shared.source.bytes_read)
         return self._bytes_read
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name if hasattr(self, '_name') else '(not open)'}>"
 
     # -- positions and life ------------------------------------------------------------------------------------------
 
@@ -268,10 +266,6 @@ class CURLStreamFile(WindowedReader):
         data: bytes = self._ask(lambda: source.read_parallel(offset, nbytes))
         return data
 
-    def _count(self, nbytes: int) -> None:
-        self._bytes_read += nbytes
-        self.read_operations += 1
-
     def _note_latency(self, response: float, connect: float) -> None:
         self.http_response_latencies.append(response)
         self.popen_latencies.append(connect)
@@ -306,14 +300,6 @@ def _checked_range(begin: Optional[int], end: Optional[int]) -> tuple[int, Optio
     return first, checks.integer("end", end, first + 1, wanted=f"a position after begin={first}")
 
 
-def _buffer_nbytes(wanted: Optional[int]) -> int:
-    return (
-        _DEFAULT_BUFFER_NBYTES
-        if wanted is None
-        else max(1, checks.integer("buffer_size", wanted, -(1 << 63), wanted="a number of bytes"))
-    )
-
-
 def _checked_provider(provider: Optional[Callable[[], str]]) -> Optional[Callable[[], str]]:
     """The same, with answers that the extension takes."""
     if provider is None:
@@ -331,13 +317,6 @@ def _quoted(uri: str) -> str:
     host = rest[: next((i for i, letter in enumerate(rest) if letter in "/?#"), len(rest))]
     ascii_printable = "".join(map(chr, range(33, 127)))
     return scheme + separator + host + urllib.parse.quote(rest[len(host) :], safe=ascii_printable)
-
-
-def _http_message(fields: list[tuple[str, str]]) -> http.client.HTTPMessage:
-    message = http.client.HTTPMessage()
-    for name, value in fields:
-        message[name] = value
-    return message
 
 
 def _with_context(error: OSError, context: str) -> OSError:

@@ -188,15 +188,10 @@ class RedisStreamFile(WindowedReader):
         retry_seconds: float = 120.0,
     ) -> None:
         super().__init__()
-        self._closed = True  # until the constructor is through
         address = parse_redis_address(uri)
         check_certificates(certificate_handling)
         start = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
-        buffer_nbytes = (
-            0
-            if buffer_size is None
-            else checks.integer("buffer_size", buffer_size, -(1 << 63), wanted="a number of bytes")
-        )
+        buffer_nbytes = checks.buffer_size(buffer_size, 0)
         settings = {
             **{name: value for name, value in address._asdict().items() if name != "prefix"},
             "password": hidden(address.password),
@@ -210,7 +205,6 @@ class RedisStreamFile(WindowedReader):
         if buffer_nbytes > 0:
             settings["receive_buffer_nbytes"] = min(buffer_nbytes, 2**30)
         self.response_latencies: list[float] = []
-        self._delivered = 0
         self._is_lent = False  # to a load, which reads behind this stream
         self._start_at(start, WINDOW_NBYTES)
         started = time.perf_counter()
@@ -218,7 +212,6 @@ class RedisStreamFile(WindowedReader):
         self.setup_latency = time.perf_counter() - started
         self._name = self._source.name
         self._size: int = self._source.end
-        self._closed = False
 
     def __repr__(self) -> str:
         if not hasattr(self, "_source"):
@@ -233,7 +226,7 @@ class RedisStreamFile(WindowedReader):
 
     @property
     def bytes_read(self) -> int:
-        return max(self._delivered, self._source.bytes_read) if self._is_lent else self._delivered
+        return max(self._bytes_read, self._source.bytes_read) if self._is_lent else self._bytes_read
 
     def fileno(self) -> int:
         """``-1``: there is no file descriptor."""
@@ -257,21 +250,12 @@ class RedisStreamFile(WindowedReader):
         self._count(len(data))
         return data
 
-    def _count(self, nbytes: int) -> None:
-        self._delivered += nbytes
-        self.read_operations += 1
-
     def close(self) -> None:
         """Ends the connections: idle ones now, those of a load that reads from this source after their read."""
-        if not self._closed:
+        if not self.closed and hasattr(self, "_source"):  # a constructor that failed is closed, too
             self._source.close_connections()
-        self._closed = True
-        self._drop_window()
+            self._drop_window()
         super().close()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
 
 # --- storing a file --------------------------------------------------------------------------------------------------

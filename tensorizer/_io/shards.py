@@ -25,7 +25,6 @@ __all__ = [
     "OpenedShards",
     "index_bytes",
     "index_name",
-    "name_of_shard",
     "names_of_model",
     "nbytes_of",
     "open_files",
@@ -206,7 +205,10 @@ class _ModelFolder(NamedTuple):
         try:
             for file in dict.fromkeys(shards.weight_map.values()):
                 self._check_file_name(shards.name, file, wanted.group(1))
-                shards.files[file] = self._open_shard(shards.name, file)
+                try:
+                    shards.files[file] = self.open_file(file)
+                except FileNotFoundError as error:
+                    raise StreamNotFoundError(f"{shards.name}: its shard {file!r:.200} is missing ({error})") from None
         except BaseException:
             shards.close()
             raise
@@ -221,12 +223,6 @@ class _ModelFolder(NamedTuple):
             raise FormatError(f"{index}: wanted .{extension} files, found {file!r:.200}")
         if not self.remote and not _is_inside(self.folder, self.join(file)):
             raise FormatError(f"{index}: {file!r:.200} is a link to a place outside of the folder")
-
-    def _open_shard(self, index: str, file: str) -> OpenedSource:
-        try:
-            return self.open_file(file)
-        except FileNotFoundError as error:
-            raise StreamNotFoundError(f"{index}: its shard {file!r:.200} is missing ({error})") from None
 
 
 def _is_inside(folder: str, path: str) -> bool:
@@ -267,11 +263,6 @@ def shard_names(name: str, count: int) -> list[str]:
         return [name]
     stem, extension = os.path.splitext(name)
     return [f"{stem}-{number:05}-of-{count:05}{extension}" for number in range(1, count + 1)]
-
-
-def name_of_shard(name: str) -> str:
-    """The name without the number: what :func:`shard_names` was given."""
-    return re.sub(r"-\d{5}-of-\d{5}(?=\.[^./]*\Z|\Z)", "", name)
 
 
 def names_of_model(name: str, among: Iterable[str]) -> list[str]:

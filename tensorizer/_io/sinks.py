@@ -7,11 +7,11 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.sources import Lent, check_binary, check_stream_options, describe, is_path, real_file
+from tensorizer._io.sources import Lent, check_binary, check_stream_options, describe, is_path, nothing, real_file
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
 from tensorizer.errors import stream_errors
@@ -24,39 +24,20 @@ _MODE_WANTED = "wb+"
 _HUB_FOLDERS = ("models--", "datasets--", "spaces--")
 
 
-def _nothing() -> None:
-    """For sinks that finish by themselves."""
-
-
 class OpenedSink(NamedTuple):
     """A sink ready to be written."""
 
     sink: _C.RangeSink
     start: int  # position of the container in it
     stream: Any = None  # the caller's object; None for paths
-    close: Callable[[], None] = _nothing
-    discard: Callable[[], None] = _nothing  # in place of close() after a failure
+    close: Callable[[], None] = nothing  # sinks finish by themselves
+    discard: Callable[[], None] = nothing  # in place of close() after a failure
     appears_on_close: bool = False  # no complete call shows before close()
     is_lent: bool = False  # the stream ends the sink, if nobody else does
-
-    @contextlib.contextmanager
-    def discarded_by_errors(self) -> Iterator[None]:
-        """Discards the sink where the block raises."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(Exception):  # the exception that is on its way tells more
-                self.discard()
-            raise
 
 
 def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
     """Opens what ``TensorSerializer`` was given. Nothing is written, and no existing file is touched.
-
-    Args:
-        file_obj: A path, URI, descriptor, or open binary file object.
-        fsync: Sync files before they take their name.
-        stream_options: Further keywords for opening a URI.
 
     Raises:
         OSError: The target cannot be written.
@@ -68,7 +49,7 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
         opened = _open_object(file_obj.file)
         # An upload that failed is given up; any other object is the caller's affair.
         is_upload = isinstance(file_obj.file, UploadOnClose)
-        return opened._replace(close=_nothing, discard=opened.discard if is_upload else _nothing)
+        return opened._replace(close=nothing, discard=opened.discard if is_upload else nothing)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if isinstance(file_obj, int):
@@ -241,10 +222,6 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
     """A file of plain bytes, written from its beginning to its end, that appears under its name when the block ends.
 
     A local file is on the disk before it takes its name. After an exception what was there stays.
-
-    Args:
-        target: A path, URI, descriptor or open binary file object.
-        stream_options: Keywords for opening a URI.
 
     Raises:
         OSError: The target cannot be written.

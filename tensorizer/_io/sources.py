@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import expanded, local_path, scheme_of
-from tensorizer.errors import AuthenticationError, FormatError, StreamError, as_stream_error
+from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
 
 __all__ = [
     "Lent",
@@ -25,7 +25,6 @@ __all__ = [
     "PathArgument",
     "ReadableFile",
     "ReadintoFile",
-    "SameFile",
     "SourceArgument",
     "TargetArgument",
     "WritableFile",
@@ -36,9 +35,11 @@ __all__ = [
     "inside",
     "is_path",
     "lent",
+    "nothing",
     "open_source",
     "read_checked",
     "real_file",
+    "reopener",
 ]
 
 
@@ -117,8 +118,8 @@ class OpenedSource(NamedTuple):
         return [self.location]
 
 
-def _nothing() -> None:
-    """For sources that belong to somebody else."""
+def nothing() -> None:
+    """Closes what belongs to somebody else."""
 
 
 def is_path(file_obj: object) -> bool:
@@ -174,10 +175,6 @@ def _read_whole(source: _C.RangeSource) -> bytes:
 def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:
     """Opens what ``TensorDeserializer`` was given.
 
-    Args:
-        file_obj: A path, URI, descriptor, or open binary file object.
-        stream_options: Further keywords for ``stream_io.open_stream`` where it opens the URI.
-
     Raises:
         OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
         ValueError: A text file, or one opened without reading.
@@ -189,7 +186,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         opened = _source_of(file_obj.file)
         # The source that a stream of ours offers is the stream's own.
         offered = hasattr(file_obj.file, "_tensorizer_source")
-        return opened._replace(close=_nothing if offered else opened.source.close)
+        return opened._replace(close=nothing if offered else opened.source.close)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if scheme_of(file_obj) is not None:
@@ -203,15 +200,10 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
             opened.source.close()  # nobody else reads from it: its descriptors need not wait for this object
 
         return opened._replace(close=close, location=file_obj, stream_options=stream_options)
-    try:
+    with stream_errors():
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
-    except OSError as error:
-        found = as_stream_error(error)
-        if found is error:
-            raise
-        raise found from None
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:
@@ -343,35 +335,27 @@ def _seeks(file_obj: Any) -> bool:
     return True
 
 
-class SameFile(NamedTuple):
-    """A path or URI, and what tells the version that was opened there: to open that again, and no other."""
+def reopener(opened: Any) -> Optional[Callable[[], OpenedSource]]:
+    """What opens the same version of a file again, which may have been closed; it raises ``OSError`` for another one.
 
-    location: Any
-    stream_options: Optional[Mapping[str, Any]]
-    version: tuple[Any, ...]
+    ``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model.
+    """
+    if not isinstance(opened, OpenedSource) or opened.location is None:
+        return None
+    location, stream_options = opened.location, opened.stream_options
+    try:
+        version = _version_of(opened)
+    except OSError:  # it is gone already, and only who has it open has it still
+        return None
 
-    @classmethod
-    def of(cls, opened: Any) -> Optional[SameFile]:
-        """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
-        if not isinstance(opened, OpenedSource) or opened.location is None:
-            return None
-        try:
-            return cls(opened.location, opened.stream_options, _version_of(opened))
-        except OSError:  # it is gone already, and only who has it open has it still
-            return None
+    def reopen() -> OpenedSource:
+        found = open_source(location, stream_options)
+        if _version_of(found) != version:
+            found.close()
+            raise StreamError(f"{found.name}: it changed since it was loaded: load it again")
+        return found
 
-    def open(self) -> OpenedSource:
-        """The file, open.
-
-        Raises:
-            StreamError: It is another version than the one that was read.
-            OSError: It cannot be opened.
-        """
-        opened = open_source(self.location, self.stream_options)
-        if _version_of(opened) != self.version:
-            opened.close()
-            raise StreamError(f"{opened.name}: it changed since it was loaded: load it again")
-        return opened
+    return reopen
 
 
 def _version_of(opened: OpenedSource) -> tuple[Any, ...]:

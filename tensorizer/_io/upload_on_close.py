@@ -135,11 +135,7 @@ class UploadOnClose:
     def readable(self) -> bool:
         return self._sink is None and (self._is_new() or self.file.readable())
 
-    def writable(self) -> bool:
-        return self._sink is None and (self._is_new() or self.file.writable())
-
-    def seekable(self) -> bool:
-        return self._sink is None and (self._is_new() or self.file.seekable())
+    writable = seekable = readable  # as files of mode wb+ answer
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
@@ -274,12 +270,7 @@ def _finish_open_files() -> None:
 
 
 def tell_if_unclosed(owner: object, name: str) -> weakref.finalize[Any, Any]:
-    """Watches `owner` until it is collected or the interpreter ends.
-
-    Args:
-        owner: What has to be closed; its ``close()`` calls ``detach()`` of the result.
-        name: The object in the store, for a ``ResourceWarning`` and a line in the log.
-    """
+    """Tells who forgets to close `owner`; its ``close()`` calls ``detach()`` of the result."""
     return weakref.finalize(owner, _warn_of_unclosed, name, os.getpid())
 
 

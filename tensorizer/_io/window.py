@@ -29,7 +29,11 @@ class WindowedReader(io.BufferedIOBase):
 
     bytes_skipped: int
     read_operations: int
+    _bytes_read: int  # delivered by sized reads
     _name: str  # for messages
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {getattr(self, '_name', '(not open)')}>"
 
     # -- what subclasses say -----------------------------------------------------------------------------------------
 
@@ -66,6 +70,8 @@ class WindowedReader(io.BufferedIOBase):
 
     def _count(self, nbytes: int) -> None:
         """Told of every sized read."""
+        self._bytes_read += nbytes
+        self.read_operations += 1
 
     # -- io.BufferedIOBase -------------------------------------------------------------------------------------------
 
@@ -157,8 +163,7 @@ class WindowedReader(io.BufferedIOBase):
         self._buffer_nbytes = buffer_nbytes
         self._drop_window()
         self._next_window_nbytes = _FIRST_WINDOW_NBYTES
-        self.bytes_skipped = 0
-        self.read_operations = 0
+        self.bytes_skipped = self._bytes_read = self.read_operations = 0
 
     def _drop_window(self) -> None:
         self._window = memoryview(b"")

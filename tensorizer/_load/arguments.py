@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
@@ -122,20 +123,11 @@ def maps(backend: Optional[str], mmap: Optional[bool] = False) -> Optional[bool]
     Raises:
         ValueError: A backend that ``safetensors`` does not know; where it is installed, its ``SafetensorError`` too.
     """
-    if backend not in (None, "mmap", "pread"):
-        raise _unknown_backend(backend)
-    return None if backend == "mmap" and not mmap else mmap
-
-
-def _unknown_backend(backend: object) -> ValueError:
-    """What ``safetensors`` raises, where it is installed, and a ``ValueError`` in any case."""
+    if backend in (None, "mmap", "pread"):
+        return None if backend == "mmap" and not mmap else mmap
     kinds: tuple[type, ...] = (ValueError,)
-    try:
+    with contextlib.suppress(ImportError):
         from safetensors import SafetensorError
 
         kinds = (SafetensorError, ValueError)
-    except ImportError:
-        pass
-    kind = type("UnknownBackendError", kinds, {})
-    error: ValueError = kind(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
-    return error
+    raise type("UnknownBackendError", kinds, {})(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.access import Access
-from tensorizer._io.sources import OpenedSource, Read, read_checked
+from tensorizer._io.sources import OpenedSource, read_checked
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError, StreamNotFoundError, TensorizerError
 
-__all__ = ["authenticate", "named", "read_signature", "signature_place"]
+__all__ = ["MAX_SIGNATURE_NBYTES", "authenticate", "named", "signature_place"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -89,7 +88,7 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> 
         try:
             # What lies beside a file is opened as the file was; another place, as the caller says.
             options = opened.stream_options if trust.signature is None else access.stream_options
-            return read_signature(place, options, check)
+            return read_checked(place, options, check, MAX_SIGNATURE_NBYTES)
         except StreamNotFoundError:
             if trust.signature is not None:
                 raise
@@ -101,16 +100,6 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> 
 
 def _signed_by_others(name: str, signers: list[bytes]) -> AuthenticationError:
     return AuthenticationError(f"{name}: signed by other keys: {', '.join(signer.hex() for signer in signers)}")
-
-
-def read_signature(place: Any, stream_options: Optional[Mapping[str, Any]], check: Callable[[bytes], Read]) -> Read:
-    """What `check` makes of a detached signature.
-
-    Raises:
-        FormatError: It is longer than any.
-        OSError: It cannot be read; :class:`StreamNotFoundError` where there is none.
-    """
-    return read_checked(place, stream_options, check, MAX_SIGNATURE_NBYTES)
 
 
 def signature_place(location: Any) -> Any:

@@ -57,14 +57,15 @@ class Cursor:
 
     def _array_item(self, i: int, tensor: torch.Tensor, allow_raw_data: bool) -> ArrayItem:
         _, _, module_idx = self._file.described(i)
-        numpy_dtype, opaque = dtypes.numpy_storage(tensor.dtype)
+        opaque = not dtypes.numpy_has(tensor.dtype)
         if opaque and not allow_raw_data:
             raise ValueError(
                 f"tensor {self._file.names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
                 "allow_raw_data=True yields its elements as integers"
             )
+        data = tensor.detach()
         try:
-            array = _as_array(tensor.detach(), numpy_dtype, opaque)
+            array = (data.view(getattr(torch, f"int{8 * data.element_size()}")) if opaque else data).numpy()
         except ValueError as error:
             problem = f"numpy lacks arrays of its {tensor.dim()} dimensions: {error}"
             raise tensor_error(self._file.source_name, self._file.names[i], problem) from None
@@ -144,10 +145,3 @@ class Cursor:
         if kept is not None and self._file.has_header(i):
             return kept.dtype != self._file.dtype_of(i)
         return self._file.casts(self._file.stored_dtype(i))
-
-
-def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:
-    if opaque:
-        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        tensor = tensor.view(width)
-    return tensor.numpy()

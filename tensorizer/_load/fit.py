@@ -18,7 +18,7 @@ from tensorizer._format.extra_state import is_without_state, modules_of, state_n
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
-__all__ = ["ModuleView", "Slot", "decide", "shown", "slots_in"]
+__all__ = ["ModuleView", "Slot", "decide", "names_by_tensor", "shown"]
 
 
 class Slot(NamedTuple):
@@ -54,17 +54,17 @@ class ModuleView:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.modules = modules_of(module)
-        self.slots = slots_in(self.modules)
+        self.slots: dict[str, Slot] = {}
+        for path, child in self.modules.items():
+            prefix = f"{path}." if path else ""
+            for is_buffer, registered in ((False, child._parameters), (True, child._buffers)):
+                self.slots.update({prefix + name: Slot(child, name, is_buffer, t) for name, t in registered.items()})
         self.takers = {state_name(path): m for path, m in self.modules.items() if takes_state(m)}
 
     @functools.cached_property
     def groups(self) -> list[list[str]]:
         """Names that stand for one tensor together, in the order of the first of each."""
-        groups: dict[int, list[str]] = {}
-        for name, slot in self.slots.items():
-            if slot.tensor is not None:
-                groups.setdefault(id(slot.tensor), []).append(name)
-        return list(groups.values())
+        return names_by_tensor({name: slot.tensor for name, slot in self.slots.items() if slot.tensor is not None})
 
     @functools.cached_property
     def loads_itself(self) -> bool:
@@ -115,21 +115,17 @@ class ModuleView:
         return {n: n if n in there else first[id(m)] for n, m in self.takers.items() if id(m) in first}
 
 
-def slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
-    """Every place for a tensor, by the name that state dicts have for it."""
-    found: dict[str, Slot] = {}
-    for path, child in modules.items():
-        prefix = f"{path}." if path else ""
-        for attribute, tensor in child._parameters.items():
-            found[prefix + attribute] = Slot(child, attribute, False, tensor)
-        for attribute, buffer in child._buffers.items():
-            found[prefix + attribute] = Slot(child, attribute, True, buffer)
-    return found
+def names_by_tensor(values: Mapping[str, Any]) -> list[list[str]]:
+    """Names that stand for one tensor together, in the order of the first of each; of other values each for itself."""
+    groups: dict[object, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(id(value) if isinstance(value, torch.Tensor) else name, []).append(name)
+    return list(groups.values())
 
 
 def shown(stored_name: str) -> str:
     """A stored name as state dicts have it: without the dot in front of tensors of the root."""
-    return stored_name[1:] if stored_name.startswith(".") else stored_name
+    return stored_name.removeprefix(".")
 
 
 def decide(
@@ -220,7 +216,7 @@ def decide(
 
 def _misfit(name: str, target: torch.Tensor, file: OpenFile, i: int, dtype: Optional[torch.dtype]) -> Optional[Misfit]:
     """How a tensor of the file differs from that of the module; ``None`` where it can take its place."""
-    shape = file.shape(i)
+    shape = file.index.shape(i)
     if target.shape != shape and not (target.dim() == 0 and file.may_be_scalar(i)):
         return Misfit(name, "shape", torch.Size(shape), target.shape)
     if dtype not in (None, target.dtype) and kind_of(dtype) != kind_of(target.dtype):

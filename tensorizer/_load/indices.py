@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 
 __all__ = ["cover", "is_basic"]
 
 _BASIC = frozenset({int, slice, type(...), type(None)})
-
-#: Integers, slices, ``...`` and ``None``: what the extension plans by itself.
-BasicIndex = Union[int, slice, None, Any, tuple[Any, ...]]
 
 
 def is_basic(index: Any) -> bool:
@@ -47,11 +44,11 @@ def cover(index: Any, shape: Sequence[int]) -> tuple[list[tuple[Any, ...]], tupl
         taken = _dimensions(item)
         if isinstance(item, torch.Tensor) and taken:
             covers, left = _cover_tensor(item, shape[dim : dim + taken], dim)
-            # Elsewhere than in dimension 0 everything between the first and the last.
-            spans = covers if dim == 0 and taken == 1 else _span(covers)
-            if spans is not covers:
-                left = _within_span(left, covers)
-            boxes = [box + part for box, part in itertools.product(boxes, spans)]
+            if len(covers) > 1 and dim > 0:  # everything between the first and the last
+                first, last = covers[0][0].start, covers[-1][0].stop
+                rows = [i - first for (part,) in covers for i in range(part.start, part.stop)]
+                covers, left = [(slice(first, last),)], torch.tensor(rows, device="cpu")[left]
+            boxes = [box + part for box, part in itertools.product(boxes, covers)]
             rest.append(left)
         elif taken:
             boxes = [(*box, _one(item, shape[dim], dim) if isinstance(item, int) else item) for box in boxes]
@@ -60,14 +57,6 @@ def cover(index: Any, shape: Sequence[int]) -> tuple[list[tuple[Any, ...]], tupl
             rest.append(item)
         dim += taken
     return boxes, tuple(rest)
-
-
-def _within_span(left: torch.Tensor, covers: Sequence[tuple[slice, ...]]) -> torch.Tensor:
-    """What indexes rows that were read alone, for when everything between them was read, too."""
-    if left.dtype == torch.bool or len(covers) <= 1:
-        return left
-    rows = [i - covers[0][0].start for (part,) in covers for i in range(part.start, part.stop)]
-    return torch.tensor(rows, device="cpu")[left]
 
 
 def _cover_tensor(item: torch.Tensor, sizes: Sequence[int], dim: int) -> tuple[list[tuple[slice, ...]], torch.Tensor]:
@@ -97,12 +86,6 @@ def _cover_tensor(item: torch.Tensor, sizes: Sequence[int], dim: int) -> tuple[l
     begins = [0, *((rows[1:] != rows[:-1] + 1).nonzero().reshape(-1) + 1).tolist(), len(rows)]
     values = rows.tolist()
     return [(slice(values[a], values[b - 1] + 1),) for a, b in zip(begins, begins[1:])], places
-
-
-def _span(covers: list[tuple[slice, ...]]) -> list[tuple[slice, ...]]:
-    if len(covers) <= 1:
-        return covers
-    return [(slice(covers[0][0].start, covers[-1][0].stop),)]
 
 
 def _plain(item: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tensorizer import _C
-from tensorizer._format.names import Name, path_of
+from tensorizer._format.names import Name, name_of
 from tensorizer._io.shards import OpenedShards
 from tensorizer._load.reader import FileReader
 from tensorizer.errors import FormatError
@@ -100,20 +100,16 @@ def join(opened: OpenedShards, readers: Sequence[FileReader]) -> tuple[JoinedInd
         FormatError: A file lacks a tensor which the map says it has, or has one of another file.
     """
     names: list[Name] = list(itertools.chain.from_iterable(reader.names for reader in readers))
-    aliases = _aliases(opened.metadata, names)
+    numbers = {name: i for i, name in enumerate(names)}
+    # Names that only the metadata of the map give, as savers of modules note them, and what they stand for.
+    aliases = {
+        alias: numbers[target]
+        for alias, target in opened.metadata.items()
+        if target in numbers and alias not in numbers and _C.names_of_one_model(alias, target)
+    }
     _check_map(opened, readers, aliases)
     index = JoinedIndex([reader.index for reader in readers], list(aliases.values()))
     return index, [*names, *aliases]
-
-
-def _aliases(metadata: dict[str, str], names: list[Name]) -> dict[str, int]:
-    """Names that only the index's metadata gives, as savers of modules note them, and what they stand for."""
-    numbers = {name: i for i, name in enumerate(names)}
-    return {
-        alias: numbers[target]
-        for alias, target in metadata.items()
-        if target in numbers and alias not in numbers and _C.names_of_one_model(alias, target)
-    }
 
 
 def _check_map(opened: OpenedShards, readers: Sequence[FileReader], aliases: Collection[str]) -> None:
@@ -135,24 +131,8 @@ def _check_map(opened: OpenedShards, readers: Sequence[FileReader], aliases: Col
     for stored, file in opened.weight_map.items():
         if stored not in known:
             raise FormatError(f"{opened.name}: tensor {stored!r:.200}: wanted in {file!r}, found in no shard")
-    _check_paths(opened.name, home)
+    for path in home:  # the paths of all files form one tree
+        if isinstance(path, tuple) and any(name_of(path[:length]) in home for length in range(1, len(path))):
+            raise FormatError(f"{opened.name}: tensor {path!r:.200} lies below another tensor")
     if unmapped:
         logger.warning("%s: %d tensors of its shards are not in its map; they are loaded too", opened.name, unmapped)
-
-
-def _check_paths(index: str, home: dict[Name, str]) -> None:
-    """Paths of several files form one tree: no tensor lies below another one."""
-    if all(isinstance(name, str) for name in home):
-        return
-    tree: dict[Any, Any] = {}  # layers, and the path of a tensor where it ends
-    for path in map(path_of, home):
-        node: Any = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise FormatError(f"{index}: tensor {path!r:.200} lies below another tensor")
-        below = node.setdefault(path[-1], path)
-        if below is not path:
-            while isinstance(below, dict):
-                below = next(iter(below.values()))
-            raise FormatError(f"{index}: tensor {below!r:.200} lies below another tensor")

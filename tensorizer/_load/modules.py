@@ -16,7 +16,7 @@ from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
 from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide
+from tensorizer._load.fit import ModuleView, Slot, decide, shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit
@@ -230,8 +230,10 @@ class ModuleFill:
         Raises:
             LoadError: There are some, and the load is strict.
         """
-        groups = self._groups if self._how.ties != "equal" else []
-        found = [name for group in groups if len(group) > 1 for name in _differing(group, tensors)]
+        found: list[str] = []
+        for group in [group for group in self._groups if len(group) > 1] if self._how.ties != "equal" else []:
+            supplied = [(name, tensors[name]) for name in group if name in tensors]
+            found += [n for n, t in supplied[1:] if t is not supplied[0][1] and not same_bits(supplied[0][1], t)]
         self.report = dataclasses.replace(self.report, conflicting=tuple(found))
         if self._strict and found:
             raise self.report.error((), strict=True)
@@ -413,15 +415,6 @@ def as_trainable_as(target: torch.Tensor, source: torch.Tensor, may_be_itself: b
     return torch.nn.Parameter(source.detach(), requires_grad=wanted)
 
 
-def _differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Of the names of one tensor of a model those that a file holds with other contents than the first that it has."""
-    supplied = [name for name in names if name in tensors]
-    if len(supplied) < 2:
-        return []
-    first = tensors[supplied[0]]
-    return [name for name in supplied[1:] if tensors[name] is not first and not same_bits(first, tensors[name])]
-
-
 def _new_slot(modules: Mapping[str, torch.nn.Module], name: str, is_buffer: bool) -> Slot:
     """A place for a tensor that the module has none for.
 
@@ -511,9 +504,7 @@ def _matches(file: OpenFile, i: int, live: Mapping[str, torch.Tensor]) -> bool:
     name = file.names[i]
     if not isinstance(name, str):
         return False
-    tensor = live.get(name)
-    if tensor is None and name.startswith("."):
-        tensor = live.get(name[1:])
+    tensor = live.get(shown(name))
     if tensor is None:
         return False
     if tensor.is_meta:

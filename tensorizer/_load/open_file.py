@@ -42,6 +42,7 @@ from tensorizer._load.reader import (
     tensor_error,
 )
 from tensorizer._system import perf
+from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -209,10 +210,11 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         if self.index.metadata_is_sealed and self.access.encryption is None:
             return None
         if self._map_metadata is None:
-            return self.readers[0].metadata()
+            noted = self.readers[0].metadata
+            return None if noted is None else dict(noted)
         found = dict(self._map_metadata)
         for reader in self.readers:
-            for key, value in (reader.metadata() or {}).items():
+            for key, value in (reader.metadata or {}).items():
                 found.setdefault(key, value)
         return found or None
 
@@ -224,7 +226,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Extra states of modules by module path, their new tensors on the device of the load."""
         states: dict[str, Any] = {}
         for reader in self.readers:
-            text = (reader.metadata() or {}).get(extra_state.KEY, "") if reader.index.has_annex else ""
+            text = (reader.metadata or {}).get(extra_state.KEY, "") if reader.index.has_annex else ""
             if text:
                 try:
                     states.update(extra_state.unpack(text))
@@ -336,10 +338,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        """The shape that the index shows."""
-        return tuple(self.index.shape(i))
 
     def stored_dtype(self, i: int) -> Optional[torch.dtype]:
         """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
@@ -682,12 +680,6 @@ def open_file(
 ) -> OpenFile:
     """Opens one file, or the shards that a folder or an index stands for; no payload is read.
 
-    Args:
-        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
-        access: How to get at it.
-        options: How its tensors are read.
-        filter_func: Which tensors exist for the user.
-
     Raises:
         FormatError: Not a file of tensors, an unknown version, a damaged index; shards that are not those of their map.
         CryptographyError: The file is encrypted and there is no key, or the other way round.
@@ -741,9 +733,10 @@ def open_whole(source: Any, access: Access) -> OpenFile:
 
 def _of_each(access: Access, files: int) -> Access:
     """How each of several files is read, some of them at once: the bound for threads holds for all of them."""
-    if not access.max_workers:
+    max_workers = thread_limit("num_readers", access.num_readers)
+    if not max_workers:
         return access
-    return access._replace(num_readers=max(1, access.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
+    return access._replace(num_readers=max(1, max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
 
 
 def _moved(state: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ import functools
 import gc
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -26,6 +26,7 @@ from tensorizer._keys import key_ring
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
 from tensorizer._system import cgroup, cuda_engine, perf
+from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_seconds, env_text, ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
@@ -129,15 +130,16 @@ class FileReader:
     ) -> None:
         self.index, self.names, self.selection = index, names, selection
         self.source_name = handle.source.name
-        self.network = _is_network(handle.source)
+        source = handle.source
+        self.network = (
+            not source.was_complete if isinstance(source, _C.CacheSource) else isinstance(source, _NETWORK_SOURCES)
+        )
         self.mapped = handle.mapping is not None
         self.max_workers = max_workers
         self.direct_io = direct_io
         self.factory = _C.TensorFactory(dtypes.resolve)
         self._handle: Optional[Handle] = handle
         self._options = options
-        self._metadata: Optional[dict[str, str]] = None
-        self._metadata_is_known = False
         self._cached_bytes_read = 0
         _keep_memory()
 
@@ -174,7 +176,8 @@ class FileReader:
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
-    def metadata(self) -> Optional[dict[str, str]]:
+    @functools.cached_property
+    def metadata(self) -> Optional[Mapping[str, str]]:
         """What the writer noted, ``None`` where that is nothing at all or encrypted and there is no key.
 
         Decrypted when it is first asked for, which has to be while the file is open.
@@ -182,10 +185,7 @@ class FileReader:
         Raises:
             RuntimeError: It is encrypted, and the file is closed.
         """
-        if not self._metadata_is_known:
-            keys = self.handle.keys if self.index.metadata_is_sealed else None
-            self._metadata, self._metadata_is_known = self.index.metadata(keys), True
-        return None if self._metadata is None else dict(self._metadata)
+        return self.index.metadata(self.handle.keys if self.index.metadata_is_sealed else None)
 
     @functools.cached_property
     def shows_all(self) -> bool:
@@ -220,7 +220,7 @@ class FileReader:
         """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
         done = 0
         for device, part in self._by_device(entries):
-            report = None if progress is None else functools.partial(_report_from, progress, done)
+            report = None if progress is None else (lambda n, before=done: progress(before + n))
             if self._lands(device, part, converters):
                 batch, finish = self._begin(device, part, verify, plain, converters)
                 self._run(batch, part, report)
@@ -361,7 +361,7 @@ class FileReader:
         lands_on = device if self._stays(device) else _HOST
         done = 0
         for part in runs(entries, self.index.loaded_nbytes, _BATCH_NBYTES):
-            report = None if progress is None else functools.partial(_report_from, progress, done)
+            report = None if progress is None else (lambda n, before=done: progress(before + n))
             raw = self.read_raw(part, verify, report, lands_on)
             done += sum(map(self.index.data_nbytes, part))
             with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
@@ -407,7 +407,7 @@ def open_reader(
         AuthenticationError: Its index is not what its key or a signature vouches for.
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
     """
-    max_workers = access.max_workers
+    max_workers = thread_limit("num_readers", access.num_readers)
     choice = check_direct_io(options.direct_io)
     direct_io = DirectIO(opened.source, choice)
     index = _open_index(opened, access, options)
@@ -421,15 +421,13 @@ def open_reader(
     maps = options.mmap
     if maps is None:
         maps = choice != "always" and _may_map(opened.source, index, names, selection, options)
-    handle = Handle(opened.source, keys, _map_source(opened.source) if maps else None, opened.close)
+    mapping: Optional[_C.FileMapping] = None
+    if maps:
+        if not isinstance(opened.source, _C.FileSource):
+            raise ValueError(f"mmap=True: {opened.name} cannot be mapped; only local files can")
+        mapping = opened.source.map()
+    handle = Handle(opened.source, keys, mapping, opened.close)
     return FileReader(handle, index, names, selection, max_workers, direct_io, options)
-
-
-def _is_network(source: _C.RangeSource) -> bool:
-    """Whether every request costs a round trip."""
-    if isinstance(source, _C.CacheSource):
-        return not source.was_complete
-    return isinstance(source, _NETWORK_SOURCES)
 
 
 def _open_index(opened: OpenedSource, access: Access, options: ReadOptions) -> _C.Index:
@@ -461,12 +459,6 @@ def _may_map(
     return not any(casts(known_dtype(stored), dtype) for stored in set(map(index.dtype, selection)))
 
 
-def _map_source(source: _C.RangeSource) -> _C.FileMapping:
-    if not isinstance(source, _C.FileSource):
-        raise ValueError(f"mmap=True: {source.name} cannot be mapped; only local files can")
-    return source.map()
-
-
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU that take memory where they are written to: files may claim any number of them."""
     nbytes = shape.numel() * dtype.itemsize
@@ -477,10 +469,6 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     except (OSError, OverflowError, ValueError):
         raise FormatError(f"claims {nbytes} bytes of zeros, more than memory can be") from None
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:
-    progress(before + done)
 
 
 def file_error(source: str, problem: object) -> FormatError:

@@ -11,7 +11,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._io.sinks import open_sink
-from tensorizer._keys import check_encryption, encryption_key, signer_of
+from tensorizer._keys import check_encryption, encryption_key
 from tensorizer._save.records import Record, Tie
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
@@ -21,8 +21,6 @@ __all__ = [
     "batches_to_copy",
     "check_hashes",
     "check_metadata",
-    "check_signer",
-    "check_ties",
     "memory_of",
     "on_fast_device",
     "tensors_file",
@@ -30,8 +28,6 @@ __all__ = [
 ]
 
 HASH_NAMES = ("crc32", "sha256")
-
-_TIES = ("twice", "once")
 
 # Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
 _COPY_BUDGET_NBYTES = 256 << 20
@@ -48,32 +44,6 @@ def check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> 
     if unknown:
         raise ValueError(f"hashes: wanted names out of {', '.join(HASH_NAMES)}, found {', '.join(unknown)}")
     return chosen - {"crc32"} if encrypted else chosen
-
-
-def check_signer(signing_key: Any, hashes: Collection[str], encrypted: bool) -> Optional[_C.Signer]:
-    """What signs a file whose tensors get these digests.
-
-    Raises:
-        TypeError: Neither a ``SigningKey`` nor ``None``.
-        ValueError: Nothing would bind the data of the file to the signature.
-    """
-    signer = signer_of(signing_key)
-    if signer is not None and "sha256" not in hashes and not encrypted:
-        raise ValueError(
-            "signing_key: wanted 'sha256' among hashes, which is what a signature of a file in clear covers"
-        )
-    return signer
-
-
-def check_ties(ties: Any) -> bool:
-    """Whether aliases are left out.
-
-    Raises:
-        ValueError: Not one of the choices.
-    """
-    if ties not in _TIES:
-        raise ValueError(f"ties: wanted one of {', '.join(_TIES)}, found {ties!r}")
-    return bool(ties == "once")
 
 
 def check_metadata(metadata: Any) -> dict[str, str]:
@@ -148,18 +118,8 @@ def tensors_file(
 ) -> Iterator[_C.SaveSession]:
     """The session to which the block hands the payloads of `records`, in order.
 
-    The file is there when the block ends; after an exception what was under its name before stays.
-
-    Args:
-        target: A path, URI, descriptor or open binary file object.
-        records: What is written.
-        ties: Aliases.
-        hashes: ``"crc32"``, ``"sha256"``; encrypted files hold no CRC-32.
-        encryption: ``EncryptionParams``, or ``None``.
-        metadata: Texts for the annex, extra state of modules among them.
-        max_workers: Threads, 0 for as many as help.
-        fsync: Whether the bytes are on the device before the file takes its name.
-        stream_options: Keywords for opening a URI.
+    The file is there when the block ends; after an exception what was under its name before stays. Encrypted files hold
+    no CRC-32, whatever `hashes` says.
 
     Raises:
         OSError: The target cannot be written.
@@ -167,7 +127,8 @@ def tensors_file(
     check_encryption(encryption)
     key, derivation = encryption_key(encryption)
     opened = open_sink(target, fsync, stream_options)
-    with opened.discarded_by_errors():
+    give_up = [opened.discard]
+    try:
         session = _C.SaveSession(
             opened.sink,
             opened.start,
@@ -178,13 +139,14 @@ def tensors_file(
             derivation=derivation,
             metadata=list((metadata or {}).items()),
         )
-        try:
-            session.begin_call([record.begin() for record in records], False, list(ties))
-            yield session
-            session.finish_call()
-            session.finish()
-        except BaseException:
+        give_up = [session.abandon, opened.discard]
+        session.begin_call([record.begin() for record in records], False, list(ties))
+        yield session
+        session.finish_call()
+        session.finish()
+    except BaseException:
+        for end in give_up:
             with contextlib.suppress(Exception):  # the exception that is on its way tells more
-                session.abandon()
-            raise
+                end()
+        raise
     opened.close()

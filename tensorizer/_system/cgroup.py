@@ -16,7 +16,7 @@ __all__ = ["available_nbytes", "memory_available", "memory_limit"]
 # cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
 _UNLIMITED = 1 << 60
 
-_ROOT = Path("/")
+_ROOT = Path("/")  # tests have another one
 
 
 def _read_text(path: Path) -> Optional[str]:
@@ -123,25 +123,16 @@ def _group_memory_available(version: int, group: Path) -> Optional[int]:
 
 
 def memory_available(root: Path = _ROOT) -> Optional[int]:
-    """Bytes this process may still allocate under the memory limits of its control groups.
+    """Bytes this process may still allocate under the memory limits of its control groups; ``None`` without a limit.
 
-    Args:
-        root: Folder that stands for ``/`` (tests).
-
-    Returns:
-        The smallest amount over the process's group and its ancestors, file cache counted as free; ``None`` without a
-        limit.
+    The smallest amount over the process's group and its ancestors; the cache of files counts as free.
     """
     amounts = (_group_memory_available(version, group) for version, group in _groups("memory", root))
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def memory_limit(root: Path = _ROOT) -> Optional[int]:
-    """Bytes that the control groups of this process allow it; ``None`` without a limit.
-
-    Args:
-        root: Folder that stands for ``/`` (tests).
-    """
+    """Bytes that the control groups of this process allow it; ``None`` without a limit."""
     limits = (_group_limit(version, group) for version, group in _groups("memory", root))
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
-__all__ = ["integer", "seconds", "text", "thread_limit"]
+__all__ = ["binary_mode", "buffer_size", "integer", "seconds", "text", "thread_limit"]
 
 
 def text(name: str, value: Any) -> str:
@@ -44,6 +45,23 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
     if not least <= number <= most:
         raise ValueError(f"{name}: wanted {wanted}, found {_shown(number)}")
     return number
+
+
+def buffer_size(value: Any, default: int) -> int:
+    """The argument of that name, however small; `default` for ``None``. Raises as :func:`integer`."""
+    return default if value is None else integer("buffer_size", value, -(1 << 63), wanted="a number of bytes")
+
+
+def binary_mode(mode: str, allowed: Sequence[str], scheme: Optional[str]) -> str:
+    """The mode of a stream with its letters in the usual order.
+
+    Raises:
+        ValueError: None of those `allowed`.
+    """
+    ordered = "".join(sorted(mode, key="rwaxb+".find))
+    if ordered not in allowed:
+        raise ValueError(f"mode for {scheme}:// must be one of {', '.join(allowed)}, found {mode!r}")
+    return ordered
 
 
 def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 __all__ = ["CountedPatch"]
+
+_Value = TypeVar("_Value")
 
 
 class CountedPatch(contextlib.AbstractContextManager[None]):
@@ -38,3 +41,14 @@ class CountedPatch(contextlib.AbstractContextManager[None]):
             self._blocks -= 1
             if self._blocks == 0:
                 self._undo.close()
+
+    @contextlib.contextmanager
+    def for_this_task(self, variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+        """A block that needs the patch, and in which `variable`, which tells it from other threads, has a value."""
+        outer = variable.get()
+        with self:
+            variable.set(value)
+            try:
+                yield
+            finally:
+                variable.set(outer)

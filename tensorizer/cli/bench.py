@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from typing import Any, Optional
 
 from tensorizer import cli
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._io.uri import local_path
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
 from tensorizer.cli.output import OK, Output, UsageError, escaped, table
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise UsageError("--repeat: wanted 1 or more")
     _check_device(arguments.device)
     options = stream_options(arguments, arguments.file)
-    if arguments.cold and scheme_of(arguments.file) not in (None, *LOCAL_SCHEMES):
+    if arguments.cold and local_path(arguments.file) is None:
         raise UsageError("--cold needs a local file: a remote one is not in the page cache of this machine")
     info = inspect(arguments.file, stream_options=options)
     key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         for repetition in range(arguments.repeat + 1):
             if arguments.cold:
                 for path in local_files:
-                    _drop_from_cache(path)
+                    with open(path, "rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             begin = time.perf_counter()
             try:
                 action()
@@ -158,10 +160,3 @@ def _local_files(place: str) -> list[str]:
     opened = open_files(place)
     opened.close()
     return [shard.name for shard in opened.files.values()] if isinstance(opened, OpenedShards) else [opened.name]
-
-
-def _drop_from_cache(path: str) -> None:
-    import os
-
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,16 +14,7 @@ from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, e
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import OK, Output, escaped
 
-_DTYPES = {
-    "fp16": "float16",
-    "float16": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp32": "float32",
-    "float32": "float32",
-    "fp64": "float64",
-    "float64": "float64",
-}
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def add_parsers(commands: Any) -> None:
@@ -38,7 +29,11 @@ def add_parsers(commands: Any) -> None:
         "target", metavar="DST", help="a path or URI; its extension sets the format; / at the end: a folder"
     )
     parser.add_argument("--to", choices=("tensors", "safetensors"), help="format of the target")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors of 16 bits and more")
+    parser.add_argument(
+        "--dtype",
+        choices=sorted({*_DTYPES, *_DTYPES.values()}),
+        help="convert floating-point tensors of 16 bits and more",
+    )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="write shards of at most this size, for example 5GB")
     parser.add_argument(
         "--ties", choices=("once", "twice", "error"), default="once", help="how to store shared tensors; default: once"
@@ -77,7 +72,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             arguments.source,
             arguments.target,
             format=arguments.to,
-            dtype=None if arguments.dtype is None else getattr(torch, _DTYPES[arguments.dtype]),
+            dtype=arguments.dtype and getattr(torch, _DTYPES.get(arguments.dtype, arguments.dtype)),
             max_shard_size=arguments.max_shard_size,
             ties=arguments.ties,
             encryption=new_key,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import math
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from tensorizer._system.config import env_text
 
@@ -81,7 +80,8 @@ class Output:
 
     def coloured(self, text: str, colour: str) -> str:
         """The text in a colour, where colours are wanted: on a terminal, unless the environment objects."""
-        if self._colour == "never" or (self._colour == "auto" and not _wants_colour(sys.stdout)):
+        wanted = sys.stdout.isatty() and not env_text("NO_COLOR") and env_text("TERM") != "dumb"
+        if self._colour == "never" or (self._colour == "auto" and not wanted):
             return text
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
@@ -164,10 +164,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _wants_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not env_text("NO_COLOR") and env_text("TERM") != "dumb"
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int], width: int | None) -> list[str]:
     """Lines of a table. The first column is cut where the table is wider than `width` columns.
 
@@ -226,24 +222,17 @@ def status_of(error: BaseException) -> int:
     """The exit status for an error that ended a command; ``-1`` for one that nobody expected."""
     from tensorizer import errors
 
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if isinstance(error, UsageError):
-        return USAGE
-    if isinstance(error, errors.CryptographyError):
-        return KEY
-    if isinstance(error, errors.HashMismatchError):
-        return DIFFERS
-    if isinstance(error, (errors.StreamExistsError, errors.UnsupportedContentError, errors.FieldRangeError)):
-        return TARGET
-    if isinstance(error, errors.FormatError):
-        return INVALID
-    if isinstance(error, FileExistsError) or getattr(error, "errno", None) == errno.EEXIST:
-        return TARGET
-    if isinstance(error, (OSError, ImportError)):
-        return UNREACHABLE
+    statuses: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (  # the first that fits
+        ((KeyboardInterrupt,), INTERRUPTED),
+        ((UsageError,), USAGE),
+        ((errors.CryptographyError,), KEY),
+        ((errors.HashMismatchError,), DIFFERS),
+        ((errors.UnsupportedContentError, errors.FieldRangeError), TARGET),
+        ((errors.FormatError,), INVALID),
+        ((FileExistsError,), TARGET),
+        ((OSError, ImportError), UNREACHABLE),
+        ((ValueError, TypeError), USAGE),
+    )
     if type(error).__module__.partition(".")[0] in ("botocore", "configparser"):  # which only who opens s3:// imports
         return UNREACHABLE  # keys that are missing, a profile that is, a configuration file that is none
-    if isinstance(error, (ValueError, TypeError)):
-        return USAGE
-    return -1
+    return next((status for kinds, status in statuses if isinstance(error, kinds)), -1)

@@ -68,13 +68,8 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:
-    """Refuses boxes that do not cover a tensor exactly once: what nobody wrote would be loaded, or written twice.
-
-    Args:
-        name: Of the tensor, for messages.
-        shape: Of the tensor.
-        boxes: Those with elements.
-        where: The checkpoint, for messages.
+    """Refuses `boxes` with elements that do not cover a tensor exactly once: what nobody wrote would be loaded, or
+    written twice.
 
     Raises:
         FormatError: A box outside of the tensor, two that overlap, or a hole.
@@ -117,11 +112,6 @@ def check_described(planner: Any, fqn: str, offset: Any) -> None:
 
     Planners describe every shard by its first row and its size. FSDP over tensor parallelism has strided shards that
     are such boxes; others are rows with gaps between them, which would be saved or filled as the rows behind the first.
-
-    Args:
-        planner: Of the save or load.
-        fqn: The tensor.
-        offset: Where the plan says that it begins.
 
     Raises:
         ValueError: The shard is not that box.

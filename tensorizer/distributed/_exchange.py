@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from tensorizer._load.open_file import OpenFile
 from tensorizer._load.parts import get_slice, get_slices
 from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box, slices_of
-from tensorizer.distributed._ranks import Ranks
+from tensorizer.distributed._ranks import Ranks, caught
 
 __all__ = ["Part", "gather_into", "whole"]
 
@@ -75,31 +75,30 @@ def gather_into(
         windows = _windows(_slots(file, names, slot), ranks.size)
         parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
         gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
-    failure: Optional[BaseException] = None
+    errors: list[BaseException] = []
     received = 0
     window, number = next(windows, []), 0
     if window:
-        failure = _read(file, window[ranks.rank], parts[0])
+        errors = _read(file, window[ranks.rank], parts[0])
     while window:
         work = dist.all_gather(list(gathered), parts[number % 2], group=group, async_op=True)
         following = next(windows, [])
-        late = None
-        if following and failure is None:
+        late = []
+        if following and not errors:
             late = _read(file, following[ranks.rank], parts[(number + 1) % 2])
         work.wait()
         if bool(gathered[:, -_FLAG_NBYTES].any()):
             break
-        try:
+        with caught() as undelivered:
             for rank, blocks in enumerate(window):
                 for block in blocks:
                     _deliver(block, gathered[rank], wanted)
                     received += block.nbytes if rank != ranks.rank and block.name in wanted else 0
-        except BaseException as error:  # told to the others with the next window
-            late = late or error
+        if undelivered:  # told to the others with the next window
             parts[(number + 1) % 2][-_FLAG_NBYTES] = 1
-        failure = failure or late
+        errors += [*late, *undelivered]
         window, number = following, number + 1
-    ranks.agree(failure)
+    ranks.agree(errors)
     return received
 
 
@@ -148,20 +147,19 @@ def _view(block: _Block, slot: torch.Tensor) -> torch.Tensor:
     return slot[block.at : block.at + block.nbytes].view(block.dtype).view(shape)
 
 
-def _read(file: OpenFile, blocks: list[_Block], slot: torch.Tensor) -> Optional[BaseException]:
+def _read(file: OpenFile, blocks: list[_Block], slot: torch.Tensor) -> list[BaseException]:
     """Reads this rank's blocks; an error is marked in the slot, for the others, and returned."""
     slot[-_FLAG_NBYTES] = 0
-    try:
+    with caught() as errors:
         while blocks:
             once = {block.name: block for block in reversed(blocks)}  # a call takes one part of each tensor
             boxes = {name: slices_of(block.box) for name, block in once.items()}
             out = {name: _view(block, slot) for name, block in once.items()}
             get_slices(file, boxes, out=out, verify_hash=False)
             blocks = [block for block in blocks if once[block.name] is not block]
-    except BaseException as error:
+    if errors:
         slot[-_FLAG_NBYTES] = 1
-        return error
-    return None
+    return errors
 
 
 def _deliver(block: _Block, slot: torch.Tensor, wanted: dict[Name, Part]) -> None:

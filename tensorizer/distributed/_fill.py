@@ -14,7 +14,7 @@ import torch
 from tensorizer._format.extra_state import gives_state, state_name, takes_state
 from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide, shown
+from tensorizer._load.fit import ModuleView, Slot, decide, names_by_tensor, shown
 from tensorizer._load.modules import as_trainable_as
 from tensorizer._load.parts import get_slice
 from tensorizer._load.report import LoadReport
@@ -61,7 +61,7 @@ class ShardedFill:
             values = {n: None if _is_state_name(n) and not _is_dtensor(value) else value for n, value in target.items()}
             self._stored = _stored_names(values, in_file)
             self._states = {n: s for n, s in states.items() if n in values and n not in self._stored}
-            groups = _names_by_tensor({name: value for name, value in values.items() if name not in self._states})
+            groups = names_by_tensor({name: value for name, value in values.items() if name not in self._states})
             lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
             self.report = LoadReport(
                 type(target).__name__,
@@ -135,7 +135,9 @@ class ShardedFill:
     def _part(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Part:
         """Where this rank's part of a tensor of the file goes; notes what is new."""
         value = self._values[name]
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not self._is_local(names, value):
+        planned = None if _is_dtensor(value) else self._planned(names)
+        # What a plan cuts may have another shape than in the file: it is replaced.
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and planned is None:
             raise LoadError(
                 f"{self._source}: tensor {name!r:.200}: wanted the shape {list(value.shape)}, found {list(shape)}"
             )
@@ -150,10 +152,10 @@ class ShardedFill:
             if not in_place:
                 local = self._empty(box, dtype)
                 self._new[name] = _dtensor(local, mesh, placements, shape)
-        elif (placements := self._planned(names)) is not None:
-            box = self._box(name, shape, self._mesh, placements)
+        elif planned is not None:
+            box = self._box(name, shape, self._mesh, planned)
             local = self._empty(box, dtype)
-            self._new[name] = local if self._mesh is None else _dtensor(local, self._mesh, placements, shape)
+            self._new[name] = local if self._mesh is None else _dtensor(local, self._mesh, planned, shape)
         else:
             box = whole(shape)
             local = value.detach() if in_place and self._view is not None else self._empty(box, dtype)
@@ -192,10 +194,6 @@ class ShardedFill:
                     f"{self._source}: conflicting values for {name!r:.200}, which is one tensor with {first!r:.200}"
                 )
 
-    def _is_local(self, names: Sequence[str], value: torch.Tensor) -> bool:
-        """Whether a value may have another shape than the file: a plan cuts it, and it is replaced."""
-        return not _is_dtensor(value) and self._planned(names) is not None
-
     def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         device = resolve_cuda_device(self._opened.device)
         return empty([end - begin for begin, end in box], dtype=dtype, device=device)
@@ -211,7 +209,7 @@ class ShardedFill:
                 return found
         if self._mesh is None or (not self._plan and self._view is not None):
             return None
-        return _replicated(dimensions)
+        return (_tensor_module().Replicate(),) * dimensions
 
     def _box(self, name: str, shape: tuple[int, ...], mesh: Any, placements: Any) -> Box:
         if mesh is None:
@@ -327,14 +325,6 @@ def _stored_names(values: Container[str], in_file: Collection[str]) -> dict[str,
     return found
 
 
-def _names_by_tensor(values: Mapping[str, Any]) -> list[list[str]]:
-    """Names that stand for one tensor together; in the order of the first of each."""
-    groups: dict[object, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(id(value) if isinstance(value, torch.Tensor) else name, []).append(name)
-    return list(groups.values())
-
-
 def _is_dtensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
@@ -344,10 +334,6 @@ def _tensor_module() -> Any:
         return importlib.import_module("torch.distributed.tensor")
     except ImportError:  # torch 2.3, 2.4
         return importlib.import_module("torch.distributed._tensor")
-
-
-def _replicated(dimensions: int) -> tuple[Any, ...]:
-    return (_tensor_module().Replicate(),) * dimensions
 
 
 def _dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -19,7 +19,7 @@ from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box, slices_of
 from tensorizer.distributed._exchange import Part, gather_into, whole
 from tensorizer.distributed._fill import ShardedFill
-from tensorizer.distributed._ranks import GroupFile, Ranks, open_for_all
+from tensorizer.distributed._ranks import GroupFile, Ranks, caught, open_for_all
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError
 from tensorizer.signing import PublicKeyArgument
@@ -83,7 +83,7 @@ def load(
         return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, dtype, access) as opened:
-        chosen = opened.choose(exchange, 0, None, shared=True)
+        chosen = opened.choose(exchange, 0, [], shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
         for name in opened.file.numbers:
@@ -181,26 +181,20 @@ def load_sharded(
         return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, None, access) as opened:
-        failure: Optional[BaseException] = None
         filled, wanted = None, 0
-        try:
+        with caught() as errors:
             filled = ShardedFill(target, opened, mesh, plan or {}, ranks, strict)
             wanted = sum(part.into.numel() for part in filled.parts.values())
             if verify_hash:
                 filled.refuse_parts()
-        except BaseException as error:
-            failure = error
-        chosen = opened.choose(exchange, wanted, failure, shared=False)
+        chosen = opened.choose(exchange, wanted, errors, shared=False)
         assert filled is not None
         received = _fill(opened, chosen, filled.parts)
         if verify_hash:
             _verify(opened, {name: part.into for name, part in filled.parts.items()}, None)
-        failure = None
-        try:
+        with caught() as errors:
             filled.finish()
-        except BaseException as error:
-            failure = error
-        return opened.report(filled.report, chosen, received, begin, failure)
+        return opened.report(filled.report, chosen, received, begin, errors)
 
 
 def _check_exchange(exchange: str) -> None:
@@ -213,23 +207,19 @@ def _fill(opened: GroupFile, exchange: str, parts: dict[Name, Part]) -> int:
     file, ranks = opened.file, opened.ranks
     index = file.index
     empty = [name for name in parts if index.data_nbytes(opened.entry(name)) == 0]
-    failure: Optional[BaseException] = None
-    try:
-        with torch.no_grad():
-            for name in empty:
-                parts[name].into.zero_()
-            if exchange == "none":
-                boxes = {n: slices_of(part.box) for n, part in parts.items() if part.into.numel()}
-                get_slices(file, boxes, out={name: parts[name].into for name in boxes}, verify_hash=False)
-    except BaseException as error:
-        failure = error
+    with caught() as errors, torch.no_grad():
+        for name in empty:
+            parts[name].into.zero_()
+        if exchange == "none":
+            boxes = {n: slices_of(part.box) for n, part in parts.items() if part.into.numel()}
+            get_slices(file, boxes, out={name: parts[name].into for name in boxes}, verify_hash=False)
     if exchange == "none":
-        ranks.agree(failure, None)
+        ranks.agree(errors)
         return 0
-    return _gather(opened, parts, failure)
+    return _gather(opened, parts, errors)
 
 
-def _gather(opened: GroupFile, parts: Mapping[Name, Part], failure: Optional[BaseException]) -> int:
+def _gather(opened: GroupFile, parts: Mapping[Name, Part], errors: Sequence[BaseException]) -> int:
     """Collective: every rank reads its share of what anybody wants; bytes that came from other ranks."""
     file, ranks = opened.file, opened.ranks
     index = file.index
@@ -242,7 +232,7 @@ def _gather(opened: GroupFile, parts: Mapping[Name, Part], failure: Optional[Bas
             copies.append((part.into, first.into))
     counts = {entry: len(of_entry) for entry, of_entry in parts_of.items() if index.data_nbytes(entry) > 0}
     most: collections.Counter[int] = collections.Counter()
-    for of_rank in ranks.agree(failure, counts):
+    for of_rank in ranks.agree(errors, counts):
         most |= collections.Counter(of_rank)
     received = 0
     with torch.no_grad():

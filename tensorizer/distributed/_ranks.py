@@ -28,7 +28,7 @@ from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport, RankReport
 from tensorizer._system.config import share_of_node
 
-__all__ = ["GroupFile", "Ranks", "open_for_all"]
+__all__ = ["GroupFile", "Ranks", "caught", "open_for_all"]
 
 # Groups on gloo for those of other backends, made once.
 _STATUS_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -40,6 +40,16 @@ _NETWORK_READERS, _LEAST_NETWORK_READERS = 64, 4
 _LOCAL_READERS = 8
 # Record headers whose hashes are compared between ranks.
 _COMPARED_RECORDS = 8
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[list[BaseException]]:
+    """What the block raises, if anything, for :meth:`Ranks.agree` to tell: nothing leaves the block."""
+    errors: list[BaseException] = []
+    try:
+        yield errors
+    except BaseException as error:
+        errors.append(error)
 
 
 class Ranks:
@@ -60,12 +70,13 @@ class Ranks:
             raise ValueError("group: this process is not one of its ranks")
         self._status = _status_group(self.group) if self.size > 1 else None
 
-    def agree(self, error: Optional[BaseException], value: Any = None) -> list[Any]:
+    def agree(self, errors: Sequence[BaseException] = (), value: Any = None) -> list[Any]:
         """Collective: the values of all ranks, by rank; or, on all of them, the first error.
 
         Raises:
             Exception: Of the class of the error, naming the rank; the rank itself raises its own.
         """
+        error = errors[0] if errors else None
         if self.size == 1:
             if error is not None:
                 raise error
@@ -83,12 +94,9 @@ class Ranks:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Collective: where the block fails on one rank, all raise behind it, as :meth:`agree` does."""
-        failure: Optional[BaseException] = None
-        try:
+        with caught() as errors:
             yield
-        except BaseException as error:
-            failure = error
-        self.agree(failure)
+        self.agree(errors)
 
     def gathers_on(self, device: torch.device) -> tuple[Any, torch.device]:
         """The group that gathers tensors bound for a device, and where its buffers are."""
@@ -134,17 +142,14 @@ class GroupFile:
         i = self.file.numbers[name]
         return self.file.aliases.get(i, i)
 
-    def choose(self, exchange: str, wanted: int, failure: Optional[BaseException], *, shared: bool) -> str:
+    def choose(self, exchange: str, wanted: int, errors: Sequence[BaseException], *, shared: bool) -> str:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
         file = self.file
         in_memory = not file.network and all(r.handle.source.prompt for r in file.readers)
-        everything = 0
-        try:  # shapes may be in record headers, which have to be read
+        with caught() as unread:  # shapes may be in record headers, which have to be read
             everything = sum(part.shape.numel() for part in slices(file).values())
-        except BaseException as error:
-            failure = failure or error
         cached_here = in_memory and self.device.type == "cpu"
-        asked = self.ranks.agree(failure, (exchange, cached_here, file.checks_whole, wanted))
+        asked = self.ranks.agree([*errors, *unread], (exchange, cached_here, file.checks_whole, wanted))
         first, cached, checks_whole, _ = asked[0]
         if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
@@ -163,11 +168,11 @@ class GroupFile:
         exchange: str,
         received: int,
         begin: float,
-        failure: Optional[BaseException] = None,
+        errors: Sequence[BaseException] = (),
     ) -> LoadReport:
         """Collective: the report with what all ranks did."""
         mine = RankReport(self.file.total_bytes_read, received, time.perf_counter() - begin)
-        every = tuple(self.ranks.agree(failure, mine))
+        every = tuple(self.ranks.agree(errors, mine))
         return dataclasses.replace(report, seconds=mine.seconds, rank=self.ranks.rank, exchange=exchange, ranks=every)
 
 
@@ -183,20 +188,17 @@ def open_for_all(
 
     `make_access` checks what users gave. It is called here, where all ranks learn of what is wrong on one of them.
     """
-    failure: Optional[BaseException] = None
     opened: Optional[GroupFile] = None
     seen: Any = None
     with contextlib.ExitStack() as stack:
-        try:
+        with caught() as errors:
             chosen = target_device(device)
             assert isinstance(chosen, torch.device)
             access = make_access()._replace(num_readers=_readers(source))
             file = stack.enter_context(open_file(source, access, ReadOptions(chosen, dtype)))
             opened = GroupFile(ranks, file, chosen)
             seen = _identity(file)
-        except BaseException as error:
-            failure = error
-        contents = ranks.agree(failure, seen)
+        contents = ranks.agree(errors, seen)
         assert opened is not None
         _compare(opened.file.source_name, contents)
         yield opened

@@ -6,6 +6,7 @@ Importing this module does not import ``accelerate``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Collection
 from typing import Any, Optional, Union
@@ -67,23 +68,17 @@ def install_hooks(
     return hooks
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StateHooks:
     """What :func:`install_hooks` registered."""
 
-    def __init__(
-        self,
-        accelerator: Any,
-        encryption: Optional[EncryptionParams],
-        decryption: Optional[DecryptionParams],
-        hashes: Union[str, Collection[str], None],
-        verify_hash: bool,
-        public_key: PublicKeyArgument = None,
-    ) -> None:
-        self._accelerator = accelerator
-        self._encryption, self._decryption = encryption, decryption
-        self._hashes, self._verify = hashes, verify_hash
-        self._public_key = public_key
-        self._handles: tuple[Any, ...] = ()
+    _accelerator: Any
+    _encryption: Optional[EncryptionParams]
+    _decryption: Optional[DecryptionParams]
+    _hashes: Union[str, Collection[str], None]
+    _verify: bool
+    _public_key: PublicKeyArgument
+    _handles: tuple[Any, ...] = ()
 
     def remove(self) -> None:
         """Removes the hooks. Accelerate writes and reads its own files again."""

@@ -6,16 +6,15 @@ releases (:mod:`tensorizer.legacy`). No library is imported before it is needed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 import torch
 
 from tensorizer._load.arguments import as_device
+from tensorizer.legacy import Folder, StreamOptions, load_pretrained, serialize_pretrained
 from tensorizer.legacy import config_to_json as config_to_json
 from tensorizer.legacy import load_model_folder as load_model
-from tensorizer.legacy import load_pretrained, serialize_pretrained
 from tensorizer.legacy import write_model_folder as serialize_model
 from tensorizer.signing import PublicKeyArgument
 
@@ -28,9 +27,6 @@ __all__ = [
     "serialize_model",
     "serialize_pretrained",
 ]
-
-Folder = Union[str, "os.PathLike[str]"]
-StreamOptions = Optional[Mapping[str, Any]]
 
 
 def save_pretrained(
@@ -173,7 +169,8 @@ def from_pretrained(
     from tensorizer.integrations._hf.folders import LoadOptions
     from tensorizer.integrations._hf.objects import load
 
-    if mmap and (device_map is not None or as_device(device).type != "cpu"):
+    device = as_device(device)
+    if mmap and (device_map is not None or device.type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")
     model, info = load(cls, source, LoadOptions.among(locals()))
     if not output_loading_info:

@@ -10,7 +10,8 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from types import MappingProxyType
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -34,6 +35,7 @@ class _ShardedCheckpoints(abc.ABC):
     """Saves and loads of a strategy whose ranks write shards. Goes before the strategy."""
 
     _model_key: str  # under which the strategy looks for the model
+    _defaults: ClassVar[Mapping[str, Any]] = {}  # of the strategy's options
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class _ShardedCheckpoints(abc.ABC):
         reader: Optional[Mapping[str, Any]] = None,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **{**self._defaults, **options})
         TensorizerWriter(None, **(writer or {}))  # wrong keywords fail here
         TensorizerReader(None, **(reader or {}))
         self._writer, self._reader = dict(writer or {}), dict(reader or {})
@@ -135,15 +137,7 @@ class TensorizerFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):  # type: ignore
     """
 
     _model_key = "model"
-
-    def __init__(
-        self,
-        *args: Any,
-        writer: Optional[Mapping[str, Any]] = None,
-        reader: Optional[Mapping[str, Any]] = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, writer=writer, reader=reader, **{"state_dict_type": "sharded", **options})
+    _defaults = MappingProxyType({"state_dict_type": "sharded"})
 
     def _is_sharding(self) -> bool:
         return bool(self._state_dict_type == "sharded")

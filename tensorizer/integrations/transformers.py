@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
-from tensorizer.integrations._hf.objects import is_peft, load_adapter_into
+from tensorizer.integrations._hf.objects import is_of, load_adapter_into
 from tensorizer.integrations._hf.weights import find_weights
 from tensorizer.integrations.huggingface import save_pretrained
 from tensorizer.torch import load_model, save_model
@@ -60,7 +60,7 @@ class TensorsTrainerMixin:
         tokenizer = trainer.processing_class
         if tokenizer is None:
             tokenizer = getattr(trainer.data_collator, "tokenizer", None)
-        if hasattr(model, "config") or is_peft(model):
+        if hasattr(model, "config") or is_of("peft", model):
             save_pretrained(model, folder, tokenizer=tokenizer, encryption=self.encryption)
         else:
             save_model(model, os.path.join(folder, "model.tensors"), encryption=self.encryption)
@@ -84,11 +84,11 @@ class TensorsTrainerMixin:
             return False
         target = trainer.accelerator.unwrap_model(model or trainer.model, keep_torch_compile=False)
         checkpoint = LocalFolder(Path(folder))
-        stem = "adapter_model" if is_peft(target) else "model"
+        stem = "adapter_model" if is_of("peft", target) else "model"
         if not any(checkpoint.has(f"{stem}.tensors{ending}") for ending in ("", ".index.json")):
             return False
         options = LoadOptions(encryption=self.decryption)
-        if is_peft(target):
+        if is_of("peft", target):
             training = target.training
             load_adapter_into(target, checkpoint, options, target.active_adapter)
             target.train(training)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -261,6 +263,16 @@ def test_a_sentence_transformer_goes_each_way_in_one_call(tmp_path, private_fold
             assert not any(module.training for module in ours.modules())
     again = type(theirs)
     assert (from_pretrained(again, tmp_path / "ours").encode("abc") == theirs.encode("abc")).all()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_temporary_files_are_in_memory_where_there_is_room(tmp_path, private_folders, monkeypatch):
+    save_pretrained(tiny_models.sentence_transformer(tmp_path / "source"), tmp_path / "ours")
+    for free, in_memory in ((1 << 40, True), (1000, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        before = len(private_folders)
+        from_pretrained(None, tmp_path / "ours")
+        assert any(folder.startswith("/dev/shm/") for folder in private_folders[before:]) is in_memory
 
 
 def test_plaintext_of_encrypted_weights_is_written_only_when_allowed(tmp_path, private_folders):

@@ -52,11 +52,7 @@ def infer_credentials(
 ) -> ParsedCredentials:
     """Keys from the arguments, and where one is missing from a configuration file of s3cmd.
 
-    Args:
-        s3_access_key_id: One of the keys.
-        s3_secret_access_key: The other one.
-        s3_config_path: The file; ``None`` for the first of `default_paths` that exists.
-        default_paths: Where such files usually are.
+    Without `s3_config_path` that is the first of `default_paths` that exists.
 
     Raises:
         ValueError: A key is still missing, or there is no default file.

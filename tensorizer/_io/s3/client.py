@@ -217,13 +217,7 @@ class SignedRequest(NamedTuple):
 
 
 def presign(client: Any, method: str, params: dict[str, Any], seconds: int) -> SignedRequest:
-    """Signs one request.
-
-    Args:
-        client: A boto3 client.
-        method: Its method, ``"get_object"`` for example.
-        params: The method's parameters. Some become part of the URL, others headers.
-        seconds: For which the URL is good.
+    """Signs one request. Some of the parameters become part of the URL, others headers.
 
     Raises:
         botocore.exceptions.BotoCoreError: No credentials, a parameter that is missing or has another type.

@@ -38,7 +38,6 @@ class Saved(NamedTuple):
     name: str  # of the tensor or leaf
     stored: Stored
     dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class WantedBox(NamedTuple):
@@ -50,7 +49,7 @@ class WantedBox(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        return all(p.start == 0 and p.stop == size for p, size in zip(self.part, self.saved.shape))
+        return all(p.start == 0 and p.stop == size for p, size in zip(self.part, self.saved.stored.shape))
 
     @property
     def fills_memory(self) -> bool:
@@ -64,7 +63,7 @@ class WantedBox(NamedTuple):
         )
 
 
-class CheckpointFiles:
+class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
     """The files of one checkpoint, opened when they are needed. A context manager that closes them."""
 
     def __init__(self, folder: Folder, access: Access, *, verify: bool) -> None:
@@ -72,9 +71,6 @@ class CheckpointFiles:
         self._open: dict[SavedFile, OpenFile] = {}
         self._closing = contextlib.ExitStack()
         self.bytes_read = 0  # by files that are closed
-
-    def __enter__(self) -> CheckpointFiles:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.bytes_read += sum(file.bytes_read or 0 for file in self._open.values())
@@ -117,7 +113,7 @@ class CheckpointFiles:
         Raises:
             FormatError: Another record is in its place.
         """
-        name, stored, dtype, shape = saved
+        name, stored, dtype = saved
         assert stored.file is not None
         file = self.file(stored.file)
         index = file.index
@@ -126,11 +122,11 @@ class CheckpointFiles:
         if i < index.entry_count:
             found = (file.names[i], index.dtype(i).decode("utf-8", "replace"), tuple(index.shape(i)))
             as_named = isinstance(found[0], str) and (found[0] == name or found[0].startswith((f"{name}@", f"{name}'")))
-            as_shaped = found[1:] == (stored_for_tensor(dtype), shape)
+            as_shaped = found[1:] == (stored_for_tensor(dtype), stored.shape)
             if as_named and as_shaped and index.data_nbytes(i) == stored.nbytes:
                 return i
         raise FormatError(
-            f"{file.source_name}: record {i}: wanted {name!r}, {dtype}, {list(shape)}, found {found}: "
+            f"{file.source_name}: record {i}: wanted {name!r}, {dtype}, {list(stored.shape)}, found {found}: "
             "not the file that belongs to this checkpoint"
         )
 
@@ -138,7 +134,7 @@ class CheckpointFiles:
 
     def read_bytes(self, name: str, stored: Stored) -> bytes:
         """The bytes of a leaf."""
-        saved = Saved(name, stored, torch.uint8, (stored.nbytes,))
+        saved = Saved(name, stored, torch.uint8)
         (tensor,) = self._raw([(self.check(saved), saved)])
         return bytes(tensor.numpy().tobytes())
 
@@ -246,7 +242,7 @@ class CheckpointFiles:
         bare = [saved.name for saved, found in zip(items, stated) if saved.stored.nbytes and not found]
         if bare:
             raise missing_hashes(source, bare)
-        for (name, stored, *_), found in zip(items, stated):
+        for (name, stored, _), found in zip(items, stated):
             crc32 = None if stored.crc32 is None else stored.crc32.to_bytes(4, "little")
             sha256 = None if stored.sha256 is None else bytes.fromhex(stored.sha256)
             if (found.get(HashType.CRC32), found.get(HashType.SHA256)) != (crc32, sha256):

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
-from torch import distributed
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tensorizer._files.contents import Contents
@@ -24,8 +23,8 @@ from tensorizer.distributed._boxes import box_at, check_cover, slices_of
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import encoded
-from tensorizer.distributed._checkpoint.marker import JSON, TENSOR, Marker, SavedFile, unpack_marker
-from tensorizer.distributed._ranks import Ranks
+from tensorizer.distributed._checkpoint.marker import JSON, Marker, SavedFile, unpack_marker
+from tensorizer.distributed._ranks import Ranks, caught
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,
@@ -129,7 +128,7 @@ class VerifyReport(NamedTuple):
 
 def verify(
     checkpoint: PathLike,
-    group: Optional[distributed.ProcessGroup] = None,
+    group: Optional[torch.distributed.ProcessGroup] = None,
     *,
     encryption: Optional[DecryptionParams] = None,
     threads: Optional[int] = None,
@@ -160,12 +159,9 @@ def verify(
     thread_limit("threads", threads)
     ranks = Ranks(group)
     own: Optional[VerifyReport] = None
-    failure: Optional[BaseException] = None
-    try:
+    with caught() as failures:
         own = _verify_share(folder, access, ranks.rank, ranks.size)
-    except BaseException as error:  # the others wait for what comes of it
-        failure = error
-    reports: list[VerifyReport] = ranks.agree(failure, own)
+    reports: list[VerifyReport] = ranks.agree(failures, own)
     errors = dict.fromkeys(error for report in reports for error in report.errors)
     return VerifyReport(sum(r.boxes for r in reports), sum(r.nbytes for r in reports), tuple(errors))
 
@@ -234,10 +230,8 @@ def _saved_in(markers: list[Marker]) -> list[Saved]:
             if stored.file is None:
                 continue
             item = marker.metadata.state_dict_metadata[index.fqn]
-            if stored.kind == TENSOR and isinstance(item, TensorStorageMetadata):
-                found.append(Saved(index.fqn, stored, item.properties.dtype, stored.shape))
-            else:
-                found.append(Saved(index.fqn, stored, torch.uint8, (stored.nbytes,)))
+            dtype = item.properties.dtype if isinstance(item, TensorStorageMetadata) else torch.uint8
+            found.append(Saved(index.fqn, stored, dtype))
     return sorted(found, key=lambda saved: (saved.stored.file, saved.stored.record))
 
 
@@ -321,7 +315,7 @@ def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
     for offsets, stored in record.source:
         part = slices_of(box_at(offsets, stored.shape))
         all_of_it = tuple(slice(0, n) for n in stored.shape)
-        yield WantedBox(Saved(str(record.name), stored, record.dtype, stored.shape), all_of_it, whole[part])
+        yield WantedBox(Saved(str(record.name), stored, record.dtype), all_of_it, whole[part])
 
 
 def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:

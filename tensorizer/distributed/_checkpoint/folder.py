@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
+from tensorizer._files.copy import exists
 from tensorizer._io.sinks import NewFile, WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_checked
-from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
-from tensorizer.errors import StreamExistsError, StreamNotFoundError, stream_errors
+from tensorizer._io.uri import local_path, scheme_of
+from tensorizer.errors import StreamExistsError, stream_errors
 
 if TYPE_CHECKING:
     from tensorizer._io.s3.objects import S3Prefix
@@ -78,13 +79,11 @@ class Folder(NamedTuple):
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"checkpoint: wanted a path or an s3:// URI, found {type(path).__name__}")
-        scheme = scheme_of(path)
-        if scheme is None:
-            return cls(os.path.abspath(expanded(os.fsdecode(path))), False, stream_options)
-        if scheme in LOCAL_SCHEMES:
-            return cls(os.path.abspath(path_of_file_uri(str(path))), False, stream_options)
-        if scheme != "s3":
-            raise ValueError(f"checkpoint: wanted a local path or an s3:// URI, found one with {scheme}://")
+        local = local_path(path)
+        if local is not None:
+            return cls(os.path.abspath(local), False, stream_options)
+        if scheme_of(path) != "s3":
+            raise ValueError(f"checkpoint: wanted a local path or an s3:// URI, found one with {scheme_of(path)}://")
         from tensorizer._io.s3.options import parse_s3_uri
 
         parse_s3_uri(str(path))
@@ -129,22 +128,10 @@ class Folder(NamedTuple):
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
-        if not self.remote:
-            return os.path.exists(self.join(name))
-        try:
-            self.open(name).close()
-        except StreamNotFoundError:
-            return False
-        return True
+        return exists(self.join(name), self.stream_options)
 
     def write(self, name: str, content: bytes, *, fsync: bool, replace: bool) -> None:
-        """Writes a small file, which appears complete or not at all.
-
-        Args:
-            name: Its name in the folder.
-            content: All of it.
-            fsync: Syncs the file before it takes its name, and the folder after that.
-            replace: What has the name already is replaced, in one step; else its presence is an error.
+        """Writes a small file, which appears complete or not at all. With `fsync` it and its name outlast a crash.
 
         Raises:
             StreamExistsError: There is one, and it is not to be replaced.
@@ -181,8 +168,6 @@ class Folder(NamedTuple):
 
     def sync(self) -> None:
         """Makes the names of a local folder outlast a crash of the machine."""
-        if self.remote:
-            return
         descriptor = os.open(self.where, os.O_RDONLY)
         try:
             os.fsync(descriptor)

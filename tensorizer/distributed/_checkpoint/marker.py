@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._keys import encryption_key, key_ring
+from tensorizer._load.authenticity import named
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
@@ -35,7 +36,6 @@ from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, e
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,
-    CryptographyError,
     FormatError,
     HashMismatchError,
     InvalidVersionError,
@@ -95,7 +95,7 @@ class Stored(NamedTuple):
     crc32: Optional[int] = None
     sha256: Optional[str] = None
     text: Optional[str] = None
-    shape: tuple[int, ...] = ()  # of a box, when it was read from a marker
+    shape: tuple[int, ...] = ()  # of the box, or of the bytes of a leaf, when it was read from a marker
 
 
 class Marker(NamedTuple):
@@ -346,13 +346,7 @@ def _check_tag(head: Mapping[str, Any], body: bytes, name: str, encryption: Decr
         derivation = bytes.fromhex(head["derivation"]) if "derivation" in head else None
     except (TypeError, ValueError):
         raise FormatError(f"{name}: a damaged marker (its tag is no hexadecimal number)") from None
-    keys = key_ring(encryption)
-    assert keys is not None
-    try:
-        computed = _C.marker_tag_of(keys, body, derivation)
-    except (CryptographyError, FormatError) as error:
-        raise type(error)(f"{name}: {error}") from None
-    if not _C.same_secret(computed, tag):
+    if not _C.same_secret(named(name, _C.marker_tag_of, key_ring(encryption), body, derivation), tag):
         raise AuthenticationError(
             f"{name}: the marker does not match its authentication code: wrong key, or it was altered"
         )
@@ -547,7 +541,7 @@ def _stored(kind: str, files: Sequence[SavedFile], place: Sequence[Any]) -> Stor
     _check_places(files, ([number], [record], [offset], [nbytes]), ([crc32], [sha256]))
     if number == _NOWHERE:
         raise ValueError("a place that cannot be")
-    return Stored(kind, files[number], record, offset, nbytes, crc32, sha256)
+    return Stored(kind, files[number], record, offset, nbytes, crc32, sha256, shape=(nbytes,))
 
 
 def _properties(key: Sequence[Any]) -> TensorProperties:

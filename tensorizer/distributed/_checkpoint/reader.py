@@ -113,8 +113,11 @@ class TensorizerReader(Located, StorageReader):
             return unpack_marker(content, folder.join(name), self._params(), self._trust.required).metadata
 
         found = folder.read(name, unpacked)
-        if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
-            _check_boxes(found, folder.where)
+        # The marker of one rank alone names its own boxes.
+        for fqn, item in found.state_dict_metadata.items() if kwargs.get("rank") is None else ():
+            if isinstance(item, TensorStorageMetadata):
+                boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
+                check_cover(fqn, item.size, boxes, folder.where)
         if hasattr(found, "storage_meta"):
             found.storage_meta = self._storage_meta(load_id=self._load_id)
         return found
@@ -191,7 +194,7 @@ class TensorizerReader(Located, StorageReader):
         if target.size() != torch.Size(item.lengths):
             raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
         part = slices_of(box_at(item.storage_offsets, item.lengths))
-        return WantedBox(Saved(fqn, stored, saved_as.properties.dtype, stored.shape), part, target)
+        return WantedBox(Saved(fqn, stored, saved_as.properties.dtype), part, target)
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
@@ -199,10 +202,3 @@ class TensorizerReader(Located, StorageReader):
             return torch_saved(files.read_value(fqn, stored))
         data = io.BytesIO(files.read_bytes(fqn, stored))
         return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))
-
-
-def _check_boxes(metadata: Metadata, where: str) -> None:
-    for name, item in metadata.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
-            check_cover(name, item.size, boxes, where)

@@ -113,14 +113,14 @@ class TensorizerWriter(Located, StorageWriter):
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
         self._rank: Optional[int] = None  # in the group, of a save without collectives
-        self._save_id = _new_id()
+        self._save_id = str(uuid.uuid4())
 
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
         """Begins a save, at `checkpoint_id` if you pass one."""
         self._move_to(checkpoint_id)
-        self._save_id = _new_id()
+        self._save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> Any:
         """Path and number of the save, as planners are told (torch 2.4 and later)."""
@@ -398,7 +398,3 @@ def _by_index(results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, S
         if found is None or found.file is None:
             stored[result.index] = result.storage_data
     return stored
-
-
-def _new_id() -> str:
-    return str(uuid.uuid4())

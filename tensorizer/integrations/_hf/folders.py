@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import glob
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -18,8 +17,8 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import stream_io
-from tensorizer._files.copy import MODEL_ENDINGS
-from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._files.copy import MODEL_ENDINGS, exists
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError
 
@@ -30,6 +29,8 @@ MANIFEST = "tensorizer_files.json"
 
 # The files that say what a folder holds.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
+
+_HOST = torch.device("cpu")
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO_ID = re.compile(rf"{_PART}(?:/{_PART})?\Z")
@@ -48,7 +49,7 @@ class LoadOptions:
     stream_options: Optional[Mapping[str, Any]] = None
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
-    device: Union[torch.device, str, None] = None
+    device: torch.device = _HOST  # of a load without a device map
     device_map: Any = None
     quantization_config: Any = None
     config: Any = None
@@ -210,25 +211,17 @@ class RemoteFolder(ModelFolder):
         if self._listing is not None:
             return name in self._listing
         if name not in self._known:
-            self._known[name] = self._is_there(name) if is_weight(name) else self._copy(name)
+            self._known[name] = exists(self._weight(name), self.stream_options) if is_weight(name) else self._copy(name)
         return self._known[name]
 
     def _weight(self, name: str) -> Any:
         return f"{self._prefix}/{name}"
 
-    def _is_there(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError), self._open(name) as stream:
-            return bool(stream.read(1))
-        return False
-
-    def _open(self, name: str) -> Any:
-        return stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {}))
-
     def _copy(self, name: str) -> bool:
         if not _is_plain(name):
             raise ValueError(f"{self.label}: {name!r:.200} is not a file of the folder")
         try:
-            with self._open(name) as stream:
+            with stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {})) as stream:
                 content = stream.read()
         except FileNotFoundError:
             return False
@@ -390,9 +383,9 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
     """
     folder: ModelFolder
     revision, inside = options.revision, ""
-    scheme = scheme_of(source)
-    if scheme is None or scheme in LOCAL_SCHEMES:
-        path = Path(os.path.expanduser(source if scheme is None else path_of_file_uri(source)))
+    local = local_path(source)
+    if local is not None:
+        path = Path(local)
         if path.is_dir():
             folder = LocalFolder(path)
         elif _names_weights(path.name) and path.is_file():
@@ -404,7 +397,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
             found = "a file" if path.exists() else "nothing"
             wanted = "a folder, a .tensors or .safetensors file, a URI or the id of a hub repository"
             raise FileNotFoundError(f"{shown_location(source)}: wanted {wanted}, found {found}")
-    elif scheme == "hf":
+    elif scheme_of(source) == "hf":
         repo, named, inside = parse_uri(source)
         if named and revision and named != revision:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.names import flat_names
 from tensorizer._format.dtypes import known_dtype, torch_dtype
-from tensorizer._load.arguments import as_device
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import OpenFile
@@ -28,7 +26,7 @@ from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.integrations._hf.weights import Weights, find_weights
 from tensorizer.utils import no_init_or_tensor
 
-__all__ = ["device_of", "dtype_of_file", "empty_on", "fill_empty", "load_model", "resolve_device_map"]
+__all__ = ["dtype_of_file", "empty_on", "fill_empty", "load_model", "resolve_device_map"]
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
@@ -74,10 +72,10 @@ def _filled(
     config = copy.deepcopy(config)
     dtype = _dtype_of(config, weights, options)
     chosen = {name: keywords[name] for name in ("attn_implementation", "experts_implementation") if name in keywords}
-    with empty_on(torch.device("cpu") if options.device_map is not None else device_of(options)):
+    with empty_on(torch.device("cpu") if options.device_map is not None else options.device):
         make = builder._from_config if hasattr(builder, "_from_config") else builder.from_config
         model = make(config, dtype=dtype, **chosen)
-    devices: Any = device_of(options)
+    devices: Any = options.device
     if options.device_map is not None:
         devices = resolve_device_map(model, options.device_map, keywords.get("max_memory"), dtype)
         if "disk" in devices.values():  # the library alone arranges that
@@ -129,8 +127,8 @@ def _by_library(
     """The library's model: it renames, converts, quantises and places what is in a state dict."""
     builder = _concrete(builder, config)
     device_map = options.device_map
-    if device_map is None and device_of(options).type != "cpu":
-        device_map = {"": device_of(options)}
+    if device_map is None and options.device.type != "cpu":
+        device_map = {"": options.device}
     passed = {
         "dtype": options.dtype,
         "device_map": device_map,
@@ -247,11 +245,6 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOpti
     )
 
 
-def device_of(options: LoadOptions) -> torch.device:
-    """The one device of a load without a device map: the CPU unless another was named, as the libraries do."""
-    return as_device(options.device)
-
-
 @contextlib.contextmanager
 def empty_on(device: torch.device) -> Iterator[None]:
     """Models built here have their computed buffers on `device` and parameters without memory."""
@@ -304,16 +297,15 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
     tensors: dict[str, torch.Tensor] = {}
     for dtype in dict.fromkeys(wanted.values()):
         chosen = {name for name, other in wanted.items() if other == dtype}
-        accepts = functools.partial(_is_among, chosen)
+
+        def accepts(stored_name: Any, chosen: Collection[str] = chosen) -> bool:
+            return shown(str(stored_name)) in chosen
+
         with weights.open(device, dtype if dtype in _CONVERTED else None, accepts) as part:
             entries = flat_names(part)
             tensors.update(zip(entries, part.load(list(entries.values()))))
     fill.put(tensors)
     return True
-
-
-def _is_among(chosen: Collection[str], stored_name: Any) -> bool:
-    return shown(str(stored_name)) in chosen
 
 
 def _wanted_dtypes(view: ModuleView) -> dict[str, torch.dtype]:

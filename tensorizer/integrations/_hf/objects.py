@@ -14,10 +14,9 @@ from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError
 from tensorizer.integrations._hf import models
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
-from tensorizer.integrations._hf.models import device_of
 from tensorizer.integrations._hf.weights import Weights, find_weights, private_copy, write_safetensors
 
-__all__ = ["is_peft", "is_sentence_transformer", "load", "load_adapter_into", "stem_of"]
+__all__ = ["is_of", "load", "load_adapter_into", "stem_of"]
 
 _ADAPTER = "adapter_config.json"
 _PIPELINE = "model_index.json"
@@ -41,7 +40,7 @@ def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dic
 def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
     if folder.has(_PIPELINE):
         return _load_pipeline(cls, folder, options), None
-    if folder.has(_SENTENCES) and (cls is None or is_sentence_transformer(cls)):
+    if folder.has(_SENTENCES) and (cls is None or is_of("sentence_transformers", cls)):
         return _load_sentence_transformer(cls, folder, options), None
     if folder.has(_ADAPTER) and not folder.has("config.json"):
         return _load_with_base(cls, folder, options), None
@@ -51,11 +50,11 @@ def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[A
             f"{folder.label}: wanted config.json, {_ADAPTER}, {_PIPELINE} or {_SENTENCES} in it, found none of them"
         )
     if values is not None and "_class_name" in values:
-        return _load_diffusers_model(cls, folder, options)[0], None
+        return _load_diffusers_model(cls, folder, options), None
     return models.load_model(cls, folder, options)
 
 
-def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
+def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """One model of ``diffusers``, in evaluation mode."""
     import diffusers
 
@@ -70,13 +69,13 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
             raise ValueError(f"{folder.label}: diffusers has no class {name}; pass the class, or model_class=")
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
-    with models.empty_on(device_of(options)):
+    with models.empty_on(options.device):
         model = cls.from_config(config)
     model = _with_dtype(model, weights, options)
-    if not models.fill_empty(model, weights, device_of(options)):
+    if not models.fill_empty(model, weights, options.device):
         model = _by_library(cls, folder, weights, options)
     model.register_to_config(_name_or_path=folder.label)
-    return model.eval(), {}
+    return model.eval()
 
 
 def _only_on_one_device(options: LoadOptions) -> None:
@@ -99,7 +98,7 @@ def _with_dtype(model: Any, weights: Weights, options: LoadOptions) -> Any:
 def _by_library(cls: Any, folder: ModelFolder, weights: Weights, options: LoadOptions) -> Any:
     """The library's model, from a temporary file: it renames and converts, but takes no state dict."""
     keywords = {} if options.dtype in (None, "auto") else {"torch_dtype": options.dtype}
-    with private_copy(folder.fetch("config.json"), 0) as files:
+    with private_copy(folder.fetch("config.json"), weights.nbytes) as files:
         write_safetensors(weights, files / f"{_DIFFUSERS_STEM}.safetensors", options.allow_plaintext_temp)
         model, info = cls.from_pretrained(
             files, output_loading_info=True, low_cpu_mem_usage=False, use_safetensors=True, **keywords
@@ -107,7 +106,7 @@ def _by_library(cls: Any, folder: ModelFolder, weights: Weights, options: LoadOp
     left = [*info.get("missing_keys", ()), *info.get("unexpected_keys", ())]
     if options.strict and left:
         raise LoadError(f"{weights.label}: missing from it or unexpected in it: {', '.join(map(str, left[:20]))}")
-    return model.to(device_of(options))
+    return model.to(options.device)
 
 
 def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
@@ -130,7 +129,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     pipeline = (cls or diffusers.DiffusionPipeline).from_pretrained(files, **keywords)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
-            component.to(device_of(options))
+            component.to(options.device)
     return pipeline
 
 
@@ -145,7 +144,7 @@ def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> An
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         return None
     if library == "diffusers":
-        return _load_diffusers_model(found, folder, plain)[0]
+        return _load_diffusers_model(found, folder, plain)
     return models.load_model(found, folder, plain)[0]
 
 
@@ -154,44 +153,30 @@ def stem_of(component: Any) -> str:
     return _DIFFUSERS_STEM if type(component).__module__.partition(".")[0] == "diffusers" else "model"
 
 
-def _is_of(package: str, obj: Any) -> bool:
+def is_of(package: str, obj: Any) -> bool:
+    """Whether an object or class is of a package, or derives from a class of it."""
     kind = obj if isinstance(obj, type) else type(obj)
     return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
-
-
-def is_sentence_transformer(obj: Any) -> bool:
-    """Whether an object or class is a model of ``sentence-transformers``."""
-    return _is_of("sentence_transformers", obj)
 
 
 def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """A model with all its modules, which read their weights from files alone."""
     from sentence_transformers import SentenceTransformer
 
-    modules = folder.read_json(_SENTENCES, list)
-    with private_copy(folder.fetch_all(), 0) as files:
-        for module in modules:
-            if not isinstance(module, dict) or not isinstance(module.get("path"), str):
-                raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
-            part = folder.below(module["path"])
-            try:
-                weights = find_weights(part, "model", options)
-            except FileNotFoundError:
-                continue  # a module without parameters, such as pooling
-            target = Path(files, module["path"].strip("/"), "model.safetensors")
-            write_safetensors(weights, target, options.allow_plaintext_temp)
+    found: dict[str, Weights] = {}
+    for module in folder.read_json(_SENTENCES, list):
+        if not isinstance(module, dict) or not isinstance(module.get("path"), str):
+            raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
+        with contextlib.suppress(FileNotFoundError):  # a module without parameters, such as pooling
+            found[module["path"].strip("/")] = find_weights(folder.below(module["path"]), "model", options)
+    with private_copy(folder.fetch_all(), sum(weights.nbytes for weights in found.values())) as files:
+        for path, weights in found.items():
+            write_safetensors(weights, Path(files, path, "model.safetensors"), options.allow_plaintext_temp)
         keywords = dict(options.model_kwargs)
         if options.dtype not in (None, "auto"):
             keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), "torch_dtype": options.dtype}
-        model = (cls or SentenceTransformer)(
-            str(files), device=str(device_of(options)), local_files_only=True, **keywords
-        )
+        model = (cls or SentenceTransformer)(str(files), device=str(options.device), local_files_only=True, **keywords)
     return model.eval()
-
-
-def is_peft(obj: Any) -> bool:
-    """Whether an object or class is of ``peft``."""
-    return _is_of("peft", obj)
 
 
 def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
@@ -207,7 +192,7 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     named = values.get("base_model_name_or_path")
     if not named:
         raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
-    if cls is not None and not is_peft(cls):
+    if cls is not None and not is_of("peft", cls):
         model, _ = load(cls, named, options.of_base_model())
         return load_adapter_into(model, folder, options, "default")
     from peft import get_peft_model
@@ -225,7 +210,7 @@ def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, nam
     if hasattr(model, "load_lora_weights"):
         model.load_lora_weights(_for_pipeline(model, folder, options), adapter_name=name)
         return model
-    if is_peft(model):
+    if is_of("peft", model):
         config = _config(folder)
         if name not in model.peft_config:
             model.add_adapter(name, config)

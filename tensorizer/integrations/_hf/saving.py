@@ -30,7 +30,7 @@ from tensorizer._load.open_file import open_whole
 from tensorizer._save.records import walk_module
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
-from tensorizer.integrations._hf.objects import is_peft, is_sentence_transformer, stem_of
+from tensorizer.integrations._hf.objects import is_of, stem_of
 
 __all__ = ["SavedFolder", "save_object"]
 
@@ -133,9 +133,9 @@ def save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
         TypeError: An object of another kind.
         UnsupportedContentError: Weights whose layout is not in their tensors (torchao).
     """
-    if is_sentence_transformer(obj):
+    if is_of("sentence_transformers", obj):
         _save_sentence_transformer(obj, where)
-    elif is_peft(obj):
+    elif is_of("peft", obj):
         _save_adapters(obj, where)
     elif hasattr(obj, "components") and hasattr(obj, "save_config"):
         _save_pipeline(obj, where)

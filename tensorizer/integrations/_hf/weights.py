@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.contents import read_pickled
+from tensorizer._files.contents import files_of_index, read_pickled
 from tensorizer._files.convert import convert
 from tensorizer._files.names import state_dict_of
 from tensorizer._io.access import Access, Trust
@@ -71,6 +70,14 @@ class Weights(NamedTuple):
             return state_dict_of(file, file.read_plain(file.selection))
 
     @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        if self.pickled:
+            return sum(map(os.path.getsize, self.source))
+        with self.open() as file:
+            return file.total_tensor_bytes
+
+    @property
     def encrypted(self) -> bool:
         if self.pickled:
             return False
@@ -116,7 +123,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
             )
         if options.mmap:
             raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
-        return Weights(tuple(_pickled_files(folder, name)), True, folder, options)
+        return Weights(_pickled_files(folder, name), True, folder, options)
     raise FileNotFoundError(f"{folder.label}: wanted {', '.join(tried)}, found none of them")
 
 
@@ -139,19 +146,12 @@ def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
     yield f"{stem}.{extension}.{variant}.index.json"
 
 
-def _pickled_files(folder: ModelFolder, name: str) -> Iterator[str]:
+def _pickled_files(folder: ModelFolder, name: str) -> list[str]:
     path = str(folder.weight(name))
     if "://" in path:
         where = "which is read from local files and the hub's cache alone"
         raise ValueError(f"{folder.label}: {name} is a pickle, {where}")
-    if not name.endswith(".json"):
-        yield path
-        return
-    weight_map = json.loads(Path(path).read_bytes())["weight_map"]
-    for shard in sorted(set(weight_map.values())):
-        if "/" in shard or "\\" in shard or ".." in shard:
-            raise ValueError(f"{path}: wanted the name of a file in its folder, found {shard!r:.200}")
-        yield str(folder.weight(shard))
+    return files_of_index(path) if name.endswith(".json") else [path]
 
 
 @contextlib.contextmanager
