@@ -14,6 +14,8 @@ from typing import Any, Optional
 import pytest
 import torch
 
+from tensorizer import DecryptionParams
+
 FOLDER = Path(__file__).parent / "vectors" / "golden"
 sys.path.insert(0, str(FOLDER))
 import expected  # noqa: E402
@@ -62,6 +64,15 @@ def each(goldens: Iterable[Golden]) -> Callable[[Callable[..., None]], Callable[
         return test
 
     return decorate
+
+
+def keys(golden: Golden) -> dict[str, DecryptionParams]:
+    """What a deserializer needs to open the file, as its keyword argument."""
+    given = secret(golden)
+    if given is None:
+        return {}
+    make = DecryptionParams.from_key if "key" in given else DecryptionParams.from_string
+    return {"encryption": make(next(iter(given.values())))}
 
 
 def lacks_hashes(golden: Golden) -> bool:

@@ -136,21 +136,6 @@ def test_removed_tensors_are_removed_under_all_their_names():
         assert model.head.weight is None
 
 
-def test_wrong_arguments_are_refused_before_anything_is_opened(tmp_path):
-    path = tmp_path / "f.tensors"
-    for options, error in (
-        ({"ties": "thrice"}, ValueError),
-        ({"ties": None}, ValueError),
-        ({"metadata": [("a", "b")]}, TypeError),
-        ({"metadata": {"a": 1}}, TypeError),
-        ({"metadata": {1: "a"}}, TypeError),
-        ({"metadata": {"a": "\ud800"}}, ValueError),
-    ):
-        with pytest.raises(error):
-            TensorSerializer(path, **options)
-    assert not path.exists()
-
-
 # --- what comes back -------------------------------------------------------------------------------------------------
 
 WAYS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import struct
@@ -18,7 +19,7 @@ from samples import assert_same, load, tensor
 from servers.http_faults import FaultyServer, Reply
 
 import tensorizer.torch
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, errors
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, errors
 
 FAMILY = (errors.TensorizerError, OSError)
 NEVER = (MemoryError, AssertionError, OverflowError, RecursionError, struct.error)
@@ -254,31 +255,43 @@ def hostile():
 HOSTILE = dict(hostile())
 
 
-@pytest.mark.parametrize("way", ["eager", "lazy"])
-def test_hostile_lengths_counts_and_offsets_are_refused_in_little_time_and_memory(way):
-    with memory.peak_growth() if memory.can_measure() else memory.contextlib.nullcontext(memory.Growth()) as growth:
-        for what, data in HOSTILE.items():
-            result = attempt(data, **WAYS[way])
+@pytest.mark.parametrize("options", [{}, {"lazy_load": True}, {"mmap": True}], ids=["eager", "lazy", "mapped"])
+def test_hostile_lengths_counts_and_offsets_are_refused_in_little_time_and_memory(tmp_path, options):
+    folder = tmp_path if options.get("mmap") else None
+    with memory.peak_growth() if memory.can_measure() else contextlib.nullcontext(memory.Growth()) as growth:
+        for what, data in list(HOSTILE.items())[:: 3 if folder else 1]:
+            result = attempt(data, folder, **options)
             assert isinstance(result, FAMILY), f"{what}: was read: {list(result)}"
     assert growth.peak < 64 * memory.MIB + 100 * len(SMALL)
 
 
-def test_hostile_files_are_refused_as_mappings_too(tmp_path):
-    for index, (what, data) in enumerate(HOSTILE.items()):
-        if index % 3 == 0:
-            result = attempt(data, tmp_path, mmap=True)
-            assert isinstance(result, FAMILY), f"{what}: was read: {list(result)}"
+def one_tensor(entry: bytes, header: bytes, payload: bytes) -> bytes:
+    """A file with one tensor, whose index entry and header are what they are."""
+    index = entry.ljust(100, b"\0")
+    return fmt.encode_prologue(1, 0, 24, 1, len(index)) + index + header + payload + bytes(8)
+
+
+HONEST = fmt.Tensor(("a",), "<f4", (2, 3), bytes(range(24)))
+RECORD_AT = fmt.PROLOGUE_NBYTES + 100
 
 
 def disagreeing(**changes):
     """A file whose index describes other tensors than its headers do."""
-    honest = fmt.Tensor(("a",), "<f4", (2, 3), bytes(range(24)))
-    header_tensor = fmt.dataclasses.replace(honest, **{k[7:]: v for k, v in changes.items() if k.startswith("header_")})
-    index_tensor = fmt.dataclasses.replace(honest, **{k[6:]: v for k, v in changes.items() if k.startswith("index_")})
-    at = fmt.PROLOGUE_NBYTES + 100
-    header = fmt.encode_header(header_tensor)
-    entry = fmt.encode_entry(index_tensor, at, at + len(header)).ljust(100, b"\0")
-    return fmt.encode_prologue(1, 0, 24, 1, 100) + entry + header + header_tensor.payload + bytes(8)
+    in_header, in_index = (
+        fmt.dataclasses.replace(HONEST, **{k.removeprefix(of): v for k, v in changes.items() if k.startswith(of)})
+        for of in ("header_", "index_")
+    )
+    header = fmt.encode_header(in_header)
+    return one_tensor(fmt.encode_entry(in_index, RECORD_AT, RECORD_AT + len(header)), header, in_header.payload)
+
+
+def damaged_header(change) -> bytes:
+    """A file with one tensor whose header went through ``change`` and has its size fields put right again."""
+    header = bytearray(fmt.encode_header(HONEST))
+    change(header)
+    header[:8] = struct.pack("<Q", len(header))
+    entry = fmt.encode_entry(HONEST, RECORD_AT, RECORD_AT + len(header))
+    return one_tensor(entry, bytes(header), HONEST.payload)
 
 
 @pytest.mark.parametrize(
@@ -312,10 +325,6 @@ def test_an_index_that_disagrees_with_the_header_is_refused(changes):
         assert isinstance(error, errors.FormatError)
         if "index_path" not in changes:
             assert "a" in str(error)
-
-
-def test_the_honest_twin_of_the_disagreeing_files_loads():
-    assert samples.raw(load(io.BytesIO(disagreeing()), verify_hash=True)["a"]) == bytes(range(24))
 
 
 @pytest.mark.parametrize(
@@ -378,17 +387,6 @@ def test_data_that_only_the_index_vouches_for_are_refused_where_no_memory_can_ho
         load(Endless(planned))
 
 
-def damaged_header(change) -> bytes:
-    """A file with one tensor whose header went through ``change`` and has its size fields put right again."""
-    honest = fmt.Tensor(("a",), "<f4", (2, 3), bytes(range(24)))
-    header = bytearray(fmt.encode_header(honest))
-    change(header)
-    header[:8] = struct.pack("<Q", len(header))
-    at = fmt.PROLOGUE_NBYTES + 100
-    entry = fmt.encode_entry(honest, at, at + len(header)).ljust(100, b"\0")
-    return fmt.encode_prologue(1, 0, 24, 1, 100) + entry + bytes(header) + honest.payload + bytes(8)
-
-
 HASH_BLOCK_AT = 8 + 2 + 1 + 2 + 1 + 1 + 3 + 1 + 8
 
 
@@ -406,19 +404,16 @@ HASH_BLOCK_AT = 8 + 2 + 1 + 2 + 1 + 1 + 3 + 1 + 8
     ],
 )
 def test_a_header_whose_inner_lengths_lie_is_refused(at, values):
+    width = 2 if at == HASH_BLOCK_AT else 1
     for value in values:
-
-        def change(header, value=value):
-            width = 2 if at == HASH_BLOCK_AT else 1
-            header[at : at + width] = value.to_bytes(width, "little")
-
-        assert_refused(damaged_header(change))
+        lie = value.to_bytes(width, "little")
+        assert_refused(damaged_header(lambda header, lie=lie: header.__setitem__(slice(at, at + width), lie)))
+    assert_refused(damaged_header(lambda header: header.__delitem__(slice(20, 24))))
 
 
-def test_the_honest_twin_of_the_damaged_headers_loads():
-    assert samples.raw(load(io.BytesIO(damaged_header(lambda header: None)))["a"]) == bytes(range(24))
-    with pytest.raises(FAMILY):
-        load(io.BytesIO(damaged_header(lambda header: header.__delitem__(slice(20, 24)))))
+def test_the_honest_twins_of_the_lying_files_load():
+    for honest in (disagreeing(), damaged_header(lambda header: None)):
+        assert samples.raw(load(io.BytesIO(honest), verify_hash=True)["a"]) == bytes(range(24))
 
 
 # --- whole files ----------------------------------------------------------------------------------------------------
@@ -451,7 +446,7 @@ def test_what_is_no_tensors_file_is_a_value_error_that_names_it(tmp_path, what, 
 def test_devices_are_refused_without_a_hang():
     for name in ("/dev/null", "/dev/zero"):
         begin = time.monotonic()
-        with pytest.raises((errors.TensorizerError, OSError)):
+        with pytest.raises(FAMILY):
             TensorDeserializer(name, device="cpu")
         assert time.monotonic() - begin < SECONDS
 
@@ -508,22 +503,23 @@ def test_the_deepest_possible_name_is_read_without_recursion():
         assert deserializer.tree(path) is value
 
 
-def test_hostile_sizes_need_little_memory(tmp_path):
+@pytest.fixture
+def little_memory():
+    """The test has to do with 64 MiB."""
     if not memory.can_measure():
         pytest.skip("the peak of the resident set cannot be measured here")
+    with memory.peak_growth() as growth:
+        yield
+    assert growth.peak < 64 * memory.MIB
+
+
+def test_hostile_sizes_need_little_memory(tmp_path, little_memory):
     claims = fmt.Tensor(("a",), "|u1", (1 << 36,), bytes(16))
     entry = fmt.encode_entry(claims, 600, 700)
     entry = entry[:-8] + struct.pack("<Q", 1 << 36)
     data = fmt.encode_prologue(1, 0, 0, 1, 500) + entry.ljust(500, b"\0") + fmt.encode_header(claims) + bytes(300)
-    with memory.peak_growth() as growth:
-        for options in WAYS.values():
-            assert_refused(data, tmp_path, **options)
-    assert growth.peak < 64 * memory.MIB
-
-
-def claimed_zeros(**options):
-    """A small file with a tensor of 16 GiB that holds no data, behind one of three elements."""
-    return samples.state_dict_bytes({"a": torch.ones(3), "z": torch.empty(1 << 32, device="meta")}, **options)
+    for options in WAYS.values():
+        assert_refused(data, tmp_path, **options)
 
 
 @pytest.mark.parametrize(
@@ -531,27 +527,23 @@ def claimed_zeros(**options):
     [{}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "lazy_load": True}, {"verify_hash": True}],
     ids=repr,
 )
-def test_zeros_that_a_file_claims_take_no_memory_until_they_are_written_to(options):
-    if not memory.can_measure():
-        pytest.skip("the peak of the resident set cannot be measured here")
-    data = claimed_zeros()
-    with memory.peak_growth() as growth:
-        value = read_all(io.BytesIO(data), **options)["z"]
-        assert (value.shape, value.dtype) == ((1 << 32,), options.get("dtype", torch.float32))
-        assert value[-1] == 0
-    assert growth.peak < 64 * memory.MIB
+def test_zeros_that_a_file_claims_take_no_memory_until_they_are_written_to(options, little_memory):
+    value = read_all(io.BytesIO(claimed_zeros()), **options)["z"]
+    assert (value.shape, value.dtype) == ((1 << 32,), options.get("dtype", torch.float32))
+    assert value[-1] == 0
 
 
-def test_an_encrypted_load_that_fails_wipes_only_what_it_filled():
-    if not memory.can_measure():
-        pytest.skip("the peak of the resident set cannot be measured here")
+def test_an_encrypted_load_that_fails_wipes_only_what_it_filled(little_memory):
     data = claimed_zeros(encryption=EncryptionParams.random())
-    wrong = DecryptionParams.from_key(bytes(32))
     begin = time.monotonic()
-    with memory.peak_growth() as growth, pytest.raises(errors.CryptographyError):
-        load(io.BytesIO(data), encryption=wrong)
-    assert growth.peak < 64 * memory.MIB
+    with pytest.raises(errors.CryptographyError):
+        load(io.BytesIO(data), encryption=DecryptionParams.from_key(bytes(32)))
     assert time.monotonic() - begin < SECONDS
+
+
+def claimed_zeros(**options):
+    """A small file with a tensor of 16 GiB that holds no data, behind one of three elements."""
+    return samples.state_dict_bytes({"a": torch.ones(3), "z": torch.empty(1 << 32, device="meta")}, **options)
 
 
 @pytest.mark.parametrize(
@@ -587,10 +579,7 @@ def test_a_constructed_golden_file_survives_no_single_bit_of_damage_silently(gol
 @pytest.mark.parametrize("over", ["a sparse file", "HTTP"])
 def test_an_index_that_claims_more_than_makes_sense_takes_no_memory_for_it(over, tmp_path, fresh_process):
     """A prologue of 200 GiB of index: of zeros, and behind an entry that is right."""
-    path = tmp_path / "f.tensors"
-    serializer = TensorSerializer(path)
-    serializer.write_state_dict({"a": torch.arange(5)})
-    serializer.close()
+    path = samples.write_state_dict(tmp_path / "f.tensors", {"a": torch.arange(5)})
     head = bytearray(path.read_bytes()[:4096])
     head[65:73] = struct.pack("<Q", 200 << 30)
     program = """
@@ -598,30 +587,32 @@ import resource, sys
 from tensorizer import TensorDeserializer
 from tensorizer.errors import FormatError
 resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
-try:
-    TensorDeserializer(sys.argv[1], device="cpu")
-except FormatError as error:
-    print(error)
+for source in sys.argv[1:]:
+    try:
+        TensorDeserializer(source, device="cpu")
+    except FormatError as error:
+        assert str(error).startswith(source), error
+        print("refused")
 """
-    for entries, count in ((b"\0" * (4096 - 73), 1), (bytes(head[73:]), 1), (bytes(head[73:]), 1 << 32)):
-        prologue = head[:57] + struct.pack("<Q", count) + head[65:73]
+    contents = ((b"\0" * (4096 - 73), 1), (bytes(head[73:]), 1), (bytes(head[73:]), 1 << 32))
+    begins = [bytes(head[:57] + struct.pack("<Q", count) + head[65:73] + entries) for entries, count in contents]
+
+    def answer(request):
+        begin = begins[int(request.target.rpartition("/")[2])]
+        first, last = request.range
+        last = first + (64 << 20) - 1 if last is None else last
+        body = begin[first : last + 1].ljust(last + 1 - first, b"\0")
+        return Reply(status=206, body=body, headers={"Content-Range": f"bytes {first}-{last}/{300 << 30}"})
+
+    paths = [tmp_path / f"{number}.tensors" for number in range(3)]
+    for path, begin in zip(paths, begins):
         with path.open("wb") as file:
-            file.write(prologue + entries)
+            file.write(begin)
             file.truncate(300 << 30)
-        if over == "HTTP":
-
-            def answer(request, begin=bytes(prologue + entries)):
-                first, last = request.range
-                last = first + (64 << 20) - 1 if last is None else last
-                body = begin[first : last + 1].ljust(last + 1 - first, b"\0")
-                return Reply(status=206, body=body, headers={"Content-Range": f"bytes {first}-{last}/{300 << 30}"})
-
-            with FaultyServer(b"\0" * 1000, default=answer) as server:
-                done = fresh_process(program, server.url)
-        else:
-            done = fresh_process(program, str(path))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith((str(path), "http://127.0.0.1")), done.stdout + done.stderr
+    with FaultyServer(b"\0" * 1000, default=answer) as server:
+        urls = [f"{server.url.rpartition('/')[0]}/{number}" for number in range(3)]
+        done = fresh_process(program, *(urls if over == "HTTP" else paths))
+    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
 
 
 def test_a_dtype_that_torch_lacks_is_refused_by_file_and_tensor_on_every_way(tmp_path):
@@ -659,19 +650,14 @@ def test_a_dtype_that_torch_lacks_is_refused_by_file_and_tensor_on_every_way(tmp
             assert caught.value.source == str(file), way
 
 
-def test_zeros_beyond_all_memory_are_refused_by_file_and_tensor(tmp_path):
-    file = tmp_path / "x.tensors"
-    file.write_bytes(fmt.write_file([fmt.Tensor(("vast",), "<f2", (1 << 25, 1 << 20), b"")]))
-    with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'vast': claims [0-9]+ bytes of zeros") as caught:
-        TensorDeserializer(file, device="cpu", dtype=torch.float64)
-    assert caught.value.source == str(file)
-
-
-def test_more_dimensions_than_numpy_has_are_refused_by_file_and_tensor(tmp_path):
+def test_zeros_beyond_all_memory_and_more_dimensions_than_numpy_has_are_refused_by_file_and_tensor(tmp_path):
     file = tmp_path / "x.tensors"
     file.write_bytes(fmt.write_file([fmt.Tensor(("deep",), "<f4", (1,) * 70, bytes(4))]))
     with TensorDeserializer(file, device="cpu") as found:
         assert found["deep"].dim() == 70
-        with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'deep': .* 70 dimensions") as caught:
+        with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'deep': .* 70 dimensions") as deep:
             list(found.read_numpy_arrays())
-    assert caught.value.source == str(file)
+    file.write_bytes(fmt.write_file([fmt.Tensor(("vast",), "<f2", (1 << 25, 1 << 20), b"")]))
+    with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'vast': claims [0-9]+ bytes of zeros") as vast:
+        TensorDeserializer(file, device="cpu", dtype=torch.float64)
+    assert deep.value.source == vast.value.source == str(file)

@@ -30,18 +30,9 @@ def unpack(golden, folder):
     return path
 
 
-def decryption(golden):
-    secret = golden_files.secret(golden)
-    if secret is None:
-        return None
-    if "key" in secret:
-        return tensorizer.DecryptionParams.from_key(secret["key"])
-    return tensorizer.DecryptionParams.from_string(secret["passphrase"])
-
-
 def open_golden(golden, source, **options):
     options["allow_missing_hashes"] = golden_files.lacks_hashes(golden)
-    return TensorDeserializer(source, device="cpu", encryption=decryption(golden), **options)
+    return TensorDeserializer(source, device="cpu", **golden_files.keys(golden), **options)
 
 
 def positioned(golden, source):

@@ -58,11 +58,15 @@ def large(folder):
     return samples.write_state_dict(folder / "large", values, fsync=False)
 
 
-@pytest.mark.parametrize("options", ["", "verify_hash=True", "lazy_load=True", "num_readers=4"])
-def test_a_load_needs_the_payload_and_at_most_64_mib(measure, large, options):
+@pytest.mark.parametrize(
+    "arguments",
+    ["path", "path, verify_hash=True", "path, lazy_load=True", "path, num_readers=4", "io.BytesIO(data)"],
+)
+def test_a_load_needs_the_payload_and_at_most_64_mib(measure, large, arguments):
     program = f"""
+    data = open(path, "rb").read() if {"data" in arguments} else None
     with peak_growth() as growth:
-        deserializer = TensorDeserializer(path, device="cpu", {options})
+        deserializer = TensorDeserializer({arguments}, device="cpu")
         values = list(deserializer.values())
     print(growth.peak / MIB, deserializer.total_tensor_bytes / MIB)
     """
@@ -71,67 +75,36 @@ def test_a_load_needs_the_payload_and_at_most_64_mib(measure, large, options):
     assert peak <= payload + 64
 
 
-def test_a_load_from_memory_needs_the_payload_and_at_most_64_mib(measure, large):
-    program = """
-    data = io.BytesIO(open(path, "rb").read())
+@pytest.mark.parametrize(
+    ("option", "use"), [("mmap=True", "list(deserializer.values())"), ("lazy_load=True", "'large' in deserializer")]
+)
+def test_a_mapped_load_and_lazy_opening_need_next_to_nothing(measure, large, option, use):
+    program = f"""
     with peak_growth() as growth:
-        deserializer = TensorDeserializer(data, device="cpu")
-    print(growth.peak / MIB, deserializer.total_tensor_bytes / MIB)
-    """
-    peak, payload = measure(large, program)
-    assert peak <= payload + 64
-
-
-def test_a_mapped_load_needs_next_to_nothing(measure, large):
-    program = """
-    with peak_growth() as growth:
-        deserializer = TensorDeserializer(path, device="cpu", mmap=True)
-        values = list(deserializer.values())
+        deserializer = TensorDeserializer(path, device="cpu", {option})
+        assert {use}
     print(growth.peak / MIB)
     """
     (peak,) = measure(large, program)
     assert peak < 32
 
 
-def test_lazy_opening_needs_next_to_nothing(measure, large):
-    program = """
-    with peak_growth() as growth:
-        deserializer = TensorDeserializer(path, device="cpu", lazy_load=True)
-        assert "large" in deserializer
-    print(growth.peak / MIB)
-    """
-    (peak,) = measure(large, program)
-    assert peak < 32
-
-
-@pytest.mark.parametrize("survivor", ["large", "middle.7", "small.3"])
+@pytest.mark.parametrize(
+    "survivors", [["large"], ["middle.7"], ["small.3"], ["small.0", "small.1999", "middle.0"]], ids=" ".join
+)
 @pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
-def test_a_tensor_that_stays_alive_keeps_at_most_16_mib_besides_itself(measure, large, survivor, lazy_load):
+def test_a_tensor_that_stays_alive_keeps_at_most_16_mib_besides_itself(measure, large, survivors, lazy_load):
     program = f"""
     before = resident()
     with TensorDeserializer(path, device="cpu", lazy_load={lazy_load}) as deserializer:
         values = dict(deserializer.items())
-    kept = values["{survivor}"]
+    kept = [values[name] for name in {survivors}]
     del values, deserializer
     gc.collect()
-    print((resident() - before) / MIB, kept.nbytes / MIB)
+    print((resident() - before) / MIB, sum(value.nbytes for value in kept) / MIB)
     """
     growth, own = measure(large, program)
-    assert growth <= own + 16 + 8  # the allocator of Python and C++ may keep a little
-
-
-def test_several_survivors_keep_at_most_16_mib_each(measure, large):
-    program = """
-    before = resident()
-    with TensorDeserializer(path, device="cpu") as deserializer:
-        values = dict(deserializer.items())
-    kept = [values["small.0"], values["small.1999"], values["middle.0"]]
-    del values, deserializer
-    gc.collect()
-    print((resident() - before) / MIB)
-    """
-    (growth,) = measure(large, program)
-    assert growth <= 3 * 16 + 4 + 8
+    assert growth <= own + 16 * len(survivors) + 8  # the allocator of Python and C++ may keep a little
 
 
 def test_streaming_without_the_cache_needs_a_bounded_amount(measure, folder):
@@ -150,8 +123,16 @@ def test_streaming_without_the_cache_needs_a_bounded_amount(measure, folder):
     assert peak < 384  # of 768
 
 
-@pytest.mark.parametrize("target", ["path", "object"])
-def test_a_save_needs_at_most_300_mib_above_the_model(measure, folder, target):
+WIDE = "[torch.zeros(1).expand(8 * MIB // 4)] * 80"  # no memory of its own: each is copied to be written
+CONTIGUOUS = "[torch.ones(16 * MIB, dtype=torch.uint8) for _ in range(25)]"
+
+
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [("path", WIDE), ("Null()", WIDE), ("path", CONTIGUOUS)],
+    ids=["to a path", "to an object", "no copy of a contiguous model"],
+)
+def test_a_save_needs_at_most_300_mib_above_the_model(measure, folder, target, model):
     program = f"""
     class Null(io.RawIOBase):
         at = 0
@@ -165,34 +146,16 @@ def test_a_save_needs_at_most_300_mib_above_the_model(measure, folder, target):
             return self.at
         def readable(self):
             return True
-        def writable(self):
-            return True
-        def seekable(self):
-            return True
-    wide = torch.zeros(1).expand(8 * MIB // 4)  # no memory of its own: each is copied to be written
-    values = {{str(i): wide for i in range(80)}}
+        writable = seekable = readable
+    values = {{str(i): value for i, value in enumerate({model})}}
     with peak_growth() as growth:
-        serializer = TensorSerializer(path if "{target}" == "path" else Null(), fsync=False, hashes="crc32")
+        serializer = TensorSerializer({target}, fsync=False, hashes="crc32")
         serializer.write_state_dict(values)
         serializer.close()
     print(growth.peak / MIB)
     """
     (peak,) = measure(folder / "saved", program)
     (folder / "saved").unlink(missing_ok=True)
-    assert peak < 300
-
-
-def test_saving_a_contiguous_model_needs_no_copy_of_it(measure, folder):
-    program = """
-    values = {str(i): torch.ones(16 * MIB, dtype=torch.uint8) for i in range(25)}
-    with peak_growth() as growth:
-        serializer = TensorSerializer(path, fsync=False)
-        serializer.write_state_dict(values)
-        serializer.close()
-    print(growth.peak / MIB)
-    """
-    (peak,) = measure(folder / "saved", program)
-    (folder / "saved").unlink()
     assert peak < 300
 
 
@@ -222,18 +185,6 @@ def test_repeated_loads_and_saves_do_not_grow(measure, folder):
     """
     (growth,) = measure(path, program)
     assert growth < 20
-
-
-def test_one_tensor_of_a_large_file_is_small_in_torch_save_and_pickle(measure, large):
-    program = """
-    with TensorDeserializer(path, device="cpu") as deserializer:
-        value = deserializer["small.5"]
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    print(len(buffer.getvalue()), value.nbytes)
-    """
-    saved, own = measure(large, program)
-    assert saved < own + 4096
 
 
 def test_twenty_thousand_small_tensors_stay_small(measure, folder):

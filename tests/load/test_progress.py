@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+import samples
 import torch
 
-from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer import TensorDeserializer
 from tensorizer.progress import Progress
 
 STATE = {f"t{i}": torch.randn(1000) for i in range(5)}
@@ -16,43 +17,34 @@ TOTAL = 5 * 4000
 
 @pytest.fixture
 def path(tmp_path):
-    with TensorSerializer(tmp_path / "model.tensors") as serializer:
-        serializer.write_state_dict(STATE)
-    return tmp_path / "model.tensors"
+    return samples.write_state_dict(tmp_path / "model.tensors", STATE)
 
 
 def save(path, progress):
-    with TensorSerializer(path, progress=progress) as serializer:
-        serializer.write_state_dict(STATE)
+    samples.write_state_dict(path, STATE, progress=progress)
 
 
 def load(path, progress, **arguments):
     return TensorDeserializer(path, device="cpu", progress=progress, **arguments)
 
 
-def assert_complete(reports):
+WORK = {
+    "a load": lambda path, progress: load(path, progress),
+    "a load to devices of which one holds no data": lambda path, progress: TensorDeserializer(
+        path, device={"t0": "cpu", "": "meta"}, progress=progress
+    ),
+    "a save": lambda path, progress: save(path.with_name("out.tensors"), progress),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_function_hears_of_every_byte(path, work):
+    reports = []
+    WORK[work](path, reports.append)
     assert all(isinstance(report, Progress) for report in reports)
     assert [report.bytes_done for report in reports] == sorted(report.bytes_done for report in reports)
     assert reports[-1].bytes_done == reports[-1].bytes_total == TOTAL
     assert reports[-1].bytes_per_second > 0
-
-
-def test_a_function_hears_of_every_byte_of_a_load(path):
-    reports = []
-    load(path, reports.append)
-    assert_complete(reports)
-
-
-def test_a_function_hears_of_every_byte_of_a_load_to_several_devices_one_of_which_holds_no_data(path):
-    reports = []
-    TensorDeserializer(path, device={"t0": "cpu", "": "meta"}, progress=reports.append)
-    assert_complete(reports)
-
-
-def test_a_function_hears_of_every_byte_of_a_save(tmp_path):
-    reports = []
-    save(tmp_path / "out.tensors", reports.append)
-    assert_complete(reports)
 
 
 def test_a_lazy_load_reports_what_is_read(path):

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -100,29 +99,23 @@ def test_snapshots_read_as_whole_mebibytes_with_thousands_separators():
     assert MemoryUsage._fields == ("cpu", "gpu", "torch")
 
 
-def test_without_cuda_there_are_no_gpu_snapshots(monkeypatch):
+def test_there_are_gpu_snapshots_where_the_driver_gives_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert GlobalGPUMemoryUsage.now() is None
     assert TorchGPUMemoryUsage.now() is None
     usage = MemoryUsage.now()
-    assert usage.gpu is None
-    assert usage.torch is None
+    assert (usage.gpu, usage.torch) == (None, None)
     assert get_mem_usage().startswith("CPU: (maxrss: ")
 
-
-def test_with_cuda_the_snapshot_is_the_drivers(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: asked.append(device) or (3 * GIB, 10 * GIB))
     assert GlobalGPUMemoryUsage.now("cuda:1") == (10 * GIB, 3 * GIB, 7 * GIB)
     assert asked == ["cuda:1"]
 
-
-def test_torchs_complaint_about_a_build_without_cuda_is_no_error(monkeypatch):
     def complain(device=None):
         raise AssertionError("Torch not compiled with CUDA enabled")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", complain)
     assert MemoryUsage.now().gpu is None
 
@@ -150,105 +143,60 @@ V1_MOUNTS = (
 )
 
 
-class FakeMachine:
-    """A folder with the files of ``/proc`` and ``/sys`` that matter."""
+HOST_PATH = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+V1_STAT = f"inactive_file 99\ntotal_inactive_file {MIB}\ntotal_active_file {MIB}"
+V2_STAT = f"anon {GIB}\ninactive_file {GIB}\nactive_file {MIB}\nslab_reclaimable 5"
 
-    def __init__(self, root: Path):
-        self.root = root
 
-    def write(self, path: str, text: str) -> None:
-        file = self.root / path
+def v1(folder, limit, usage, stat="") -> dict:
+    folder = f"sys/fs/cgroup/memory{folder}"
+    return {
+        f"{folder}/memory.limit_in_bytes": limit,
+        f"{folder}/memory.usage_in_bytes": usage,
+        f"{folder}/memory.stat": stat,
+    }
+
+
+def v2(folder, limit, usage, stat="") -> dict:
+    folder = f"sys/fs/{folder}"
+    return {f"{folder}/memory.max": limit, f"{folder}/memory.current": usage, f"{folder}/memory.stat": stat}
+
+
+NESTED = {**v2("cgroup/outer", 2 * GIB, GIB + 7), **v2("cgroup/outer/inner", 8 * GIB, 100)}
+GROUPS = {
+    "v2, file cache counts as free": (
+        "0::/app",
+        V2_MOUNT,
+        v2("cgroup/app", 4 * GIB, 3 * GIB, V2_STAT),
+        2 * GIB + MIB + 5,
+    ),
+    "v2, max is no limit": ("0::/", V2_MOUNT, v2("cgroup", "max", 1000), None),
+    "v2, the tightest group above counts": ("0::/outer/inner", V2_MOUNT, NESTED, GIB - 7),
+    "v2, a group beside the mount": ("0::/../elsewhere", V2_MOUNT, v2("cgroup", GIB, 0), GIB),
+    "v2, a group that is not mounted": ("0::/not/mounted/here", V2_MOUNT, v2("cgroup", GIB, 0), GIB),
+    "v2, a blank in the mount point": ("0::/", V2_MOUNT.replace("cgroup ", "c\\040g ", 1), v2("c g", 5, 0), 5),
+    "v2, usage over the limit leaves nothing": ("0::/", V2_MOUNT, v2("cgroup", 1000, 2000), 0),
+    "v1, file cache is free": (
+        "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc",
+        V1_MOUNTS,
+        v1("/docker/abc", GIB, GIB // 2, V1_STAT),
+        GIB // 2 + 2 * MIB,
+    ),
+    "v1, the number for no limit": ("4:memory:/", V1_MOUNTS, v1("", 9223372036854771712, 1), None),
+    "v1, a container that sees its host path": ("4:memory:/docker/abc", HOST_PATH, v1("", GIB, 0), GIB),
+    "lines that say nothing": ("no colons\n0::/x", "short line\n1 2 3 - \n", {}, None),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_memory_is_what_the_control_groups_leave(tmp_path, case):
+    group, mounts, files, wanted = GROUPS[case]
+    assert cgroup.memory_available(tmp_path) is None
+    for path, text in {"proc/self/cgroup": group, "proc/self/mountinfo": mounts, **files}.items():
+        file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def in_group(self, cgroup: str, mountinfo: str) -> None:
-        self.write("proc/self/cgroup", cgroup)
-        self.write("proc/self/mountinfo", mountinfo)
-
-    def memory(self):
-        return cgroup.memory_available(self.root)
-
-
-@pytest.fixture
-def machine(tmp_path):
-    return FakeMachine(tmp_path)
-
-
-def test_a_v2_memory_limit_counts_and_file_cache_counts_as_free(machine):
-    machine.in_group("0::/app\n", V2_MOUNT)
-    machine.write("sys/fs/cgroup/app/memory.max", f"{4 * GIB}\n")
-    machine.write("sys/fs/cgroup/app/memory.current", f"{3 * GIB}\n")
-    machine.write(
-        "sys/fs/cgroup/app/memory.stat", f"anon {GIB}\ninactive_file {GIB}\nactive_file {MIB}\nslab_reclaimable 5\n"
-    )
-    assert machine.memory() == 4 * GIB - (3 * GIB - GIB - MIB - 5)
-
-
-def test_a_v2_limit_of_max_is_no_limit(machine):
-    machine.in_group("0::/\n", V2_MOUNT)
-    machine.write("sys/fs/cgroup/memory.max", "max\n")
-    machine.write("sys/fs/cgroup/memory.current", "1000\n")
-    assert machine.memory() is None
-
-
-def test_the_tightest_group_above_counts(machine):
-    machine.in_group("0::/outer/inner\n", V2_MOUNT)
-    for folder, limit, usage in (("outer", 2 * GIB, 1 * GIB + 7), ("outer/inner", 8 * GIB, 100)):
-        machine.write(f"sys/fs/cgroup/{folder}/memory.max", f"{limit}\n")
-        machine.write(f"sys/fs/cgroup/{folder}/memory.current", f"{usage}\n")
-    assert machine.memory() == GIB - 7
-
-
-def test_a_v1_memory_limit_counts(machine):
-    machine.in_group("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n", V1_MOUNTS)
-    folder = "sys/fs/cgroup/memory/docker/abc"
-    machine.write(f"{folder}/memory.limit_in_bytes", f"{GIB}\n")
-    machine.write(f"{folder}/memory.usage_in_bytes", f"{GIB // 2}\n")
-    machine.write(f"{folder}/memory.stat", f"inactive_file 99\ntotal_inactive_file {MIB}\ntotal_active_file {MIB}\n")
-    assert machine.memory() == GIB // 2 + 2 * MIB
-
-
-def test_the_v1_number_for_no_limit_is_no_limit(machine):
-    machine.in_group("4:memory:/\n", V1_MOUNTS)
-    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", "1\n")
-    assert machine.memory() is None
-
-
-def test_a_container_that_sees_its_host_path_finds_its_own_files(machine):
-    mount = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
-    machine.in_group("4:memory:/docker/abc\n", mount)
-    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{GIB}\n")
-    machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", "0\n")
-    assert machine.memory() == GIB
-
-
-@pytest.mark.parametrize("path", ["/../elsewhere", "/not/mounted/here"])
-def test_a_group_outside_the_mount_falls_back_to_the_mount_point(machine, path):
-    machine.in_group(f"0::{path}\n", V2_MOUNT)
-    machine.write("sys/fs/cgroup/memory.max", f"{GIB}\n")
-    machine.write("sys/fs/cgroup/memory.current", "0\n")
-    assert machine.memory() == GIB
-
-
-def test_a_mount_point_with_a_blank_is_found(machine):
-    machine.in_group("0::/\n", V2_MOUNT.replace("/sys/fs/cgroup", "/sys/fs/c\\040g"))
-    machine.write("sys/fs/c g/memory.max", "5\n")
-    machine.write("sys/fs/c g/memory.current", "0\n")
-    assert machine.memory() == 5
-
-
-def test_usage_over_the_limit_leaves_nothing_not_less(machine):
-    machine.in_group("0::/\n", V2_MOUNT)
-    machine.write("sys/fs/cgroup/memory.max", "1000\n")
-    machine.write("sys/fs/cgroup/memory.current", "2000\n")
-    assert machine.memory() == 0
-
-
-def test_a_system_without_control_groups_has_no_limits(machine):
-    assert machine.memory() is None
-    machine.in_group("no colons\n0::/x\n", "short line\n1 2 3 - \n")
-    assert machine.memory() is None
+        file.write_text(f"{text}\n")
+    assert cgroup.memory_available(tmp_path) == wanted
 
 
 def test_the_real_system_gives_a_plausible_figure():
@@ -276,17 +224,18 @@ def test_parameters_are_meta_and_buffers_are_real_inside_the_context():
     assert net.table.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_callable_form_returns_what_the_callable_made():
+def test_it_calls_what_it_is_given_and_works_as_a_decorator():
     net = no_init_or_tensor(Net)
     assert isinstance(net, Net)
     assert net.linear.weight.is_meta
     assert not Net().linear.weight.is_meta
+    decorated = no_init_or_tensor()(Net)
+    for _ in range(2):
+        assert decorated().linear.weight.is_meta
 
 
-@pytest.mark.parametrize("wrong", [5, "text", Net()], ids=["int", "str", "module"])
+@pytest.mark.parametrize("wrong", [5, "text", [Net()]], ids=["int", "str", "list of a module"])
 def test_anything_that_is_not_callable_is_refused(wrong):
-    if isinstance(wrong, torch.nn.Module):
-        wrong = [wrong]
     with pytest.raises(TypeError, match="callable"):
         no_init_or_tensor(wrong)
 
@@ -303,14 +252,10 @@ def test_an_explicit_device_and_an_ambient_one_are_overridden_in_either_nesting_
         assert torch.ones(2).device.type == "cpu"
 
 
-def test_memory_given_by_the_caller_is_still_used():
+def test_memory_given_by_the_caller_is_still_used_and_pinning_is_dropped_with_the_memory():
     out = torch.zeros(3)
     with no_init_or_tensor():
         assert torch.empty(3, out=out) is out
-
-
-def test_pinning_is_dropped_with_the_memory():
-    with no_init_or_tensor():
         assert torch.empty(3, pin_memory=True).is_meta
 
 
@@ -421,15 +366,6 @@ def test_tasks_are_separate():
         return outside, await task
 
     assert asyncio.run(main()) == (False, True)
-
-
-def test_it_works_as_a_decorator():
-    @no_init_or_tensor()
-    def build():
-        return torch.nn.Linear(2, 2)
-
-    assert build().weight.is_meta
-    assert build().weight.is_meta
 
 
 def test_the_package_itself_loads_and_saves_inside_the_context_as_outside(tmp_path):

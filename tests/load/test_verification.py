@@ -76,19 +76,15 @@ def test_a_tensor_with_data_and_without_a_digest_is_not_verified(way):
     WAYS_TO_VERIFY[way](without_hashes(), allow_missing_hashes=True)
 
 
-def test_mapped_tensors_without_a_digest_are_not_verified_either(tmp_path):
+def test_mapped_and_encrypted_tensors_without_a_digest_are_not_verified_either(tmp_path):
     path = samples.write_state_dict(tmp_path / "f", VALUES, hashes=None)
-    with pytest.raises(MissingHashError, match="'bare'"):
-        TensorDeserializer(path, device="cpu", mmap=True, verify_hash=True)
-
-
-def test_encrypted_tensors_without_a_digest_are_not_verified_either():
-    data = without_hashes(encryption=EncryptionParams(b"k" * 32))
-    key = DecryptionParams.from_key(b"k" * 32)
-    with pytest.raises(MissingHashError, match="'bare'"):
-        samples.load(io.BytesIO(data), verify_hash=True, encryption=key)
-    loaded = samples.load(io.BytesIO(data), verify_hash=True, encryption=key, allow_missing_hashes=True)
-    assert samples.same(loaded["bare"], VALUES["bare"])
+    sealed = samples.write_state_dict(tmp_path / "g", VALUES, hashes=None, encryption=EncryptionParams(b"k" * 32))
+    key = {"encryption": DecryptionParams.from_key(b"k" * 32)}
+    for source, options in ((path, {"mmap": True}), (sealed, key)):
+        with pytest.raises(MissingHashError, match="'bare'"):
+            samples.load(source, verify_hash=True, **options)
+        loaded = samples.load(source, verify_hash=True, allow_missing_hashes=True, **options)
+        assert samples.same(loaded["bare"], VALUES["bare"])
 
 
 def test_load_into_module_takes_nothing_without_a_digest_as_verified():
@@ -225,16 +221,11 @@ def test_converted_tensors_of_a_closed_file_cannot_be_verified_and_are_not():
 def test_converted_tensors_of_a_closed_file_that_were_verified_when_they_were_read_may_be_asked_for_so_again():
     data = module_bytes(torch.nn.Linear(3, 3))
     for dtype in (torch.float16, torch.float64):
-        deserializer = open_bytes(data, verify_hash=True, dtype=dtype)
-        target = torch.nn.Linear(3, 3)
-        assert len(list(deserializer.read_tensors(verify_hash=True))) == 2
-        assert deserializer.load_into_module(target, verify_hash=True) == 2
-        assert target.weight.dtype == dtype
+        for asked in ({"verify_hash": True}, {}):
+            deserializer = open_bytes(data, verify_hash=True, dtype=dtype)
+            target = torch.nn.Linear(3, 3)
+            assert len(list(deserializer.read_tensors(**asked))) == 2
+            assert deserializer.load_into_module(target, **asked) == 2
+            assert target.weight.dtype == dtype
     with pytest.raises(HashMismatchError):
         open_bytes(flipped(data, ".bias"), verify_hash=True, dtype=torch.float16)
-
-
-def test_what_was_verified_on_the_way_in_is_not_verified_again_unasked(monkeypatch):
-    deserializer = open_bytes(module_bytes(torch.nn.Linear(3, 3)), verify_hash=True, dtype=torch.float16)
-    assert deserializer.load_into_module(torch.nn.Linear(3, 3)) == 2
-    assert len(list(deserializer.read_tensors())) == 2
