@@ -74,8 +74,9 @@ class Runner:
 
     def __init__(self, cache: Path, scratch: Path, tmpfs: Path, size: int, given: dict[str, Path]) -> None:
         self.cache, self.scratch, self.tmpfs, self.size, self.given = cache, scratch, tmpfs, size, given
-        self.limits = compiled("limits", cache, "-lcrypto", "-lsodium")
-        scratch.mkdir(parents=True, exist_ok=True)
+        for folder in (cache, scratch):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._programs: dict[str, str] = {}  # for the environment of processes
         self._prepared: set[Path] = set()
         self._pythons: dict[str, Path] = {}
         self._unavailable: dict[str, str] = {}
@@ -99,7 +100,7 @@ class Runner:
         """
         inherited = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")  # others' packages; imports without .pyc
         clean = {name: value for name, value in os.environ.items() if name not in inherited}
-        environment = {**clean, "BENCH_ROOT": str(ROOT), "BENCH_LIMITS": str(self.limits)}
+        environment = {**clean, "BENCH_ROOT": str(ROOT), **self._programs}
         environment["BENCH_SETTINGS"] = json.dumps(settings or {})
         command = [str(python), str(Path(__file__).with_name("worker.py")), *map(str, arguments)]
         try:
@@ -159,6 +160,8 @@ class Runner:
         nbytes = self.make(case.model, case.largest)
         self.make("tiny")
         results = [Result(c) for c in contenders if case.takes(c)]
+        if any(result.contender.role == "limit" for result in results):  # it takes long to compile
+            self._programs["BENCH_LIMITS"] = str(compiled("limits", self.cache, "-lcrypto", "-lsodium"))
         for result in results:
             result.error = self._error_of_preparing(result.contender, case)
         try:

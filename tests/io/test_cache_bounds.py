@@ -15,8 +15,10 @@ import pytest
 import torch
 from cache_tools import MIB, entries, files_below, load, same, tensors, write
 from http_tools import random_bytes
+from servers import needs
 from servers.fuse import fuse_folder
 from servers.http_faults import FaultyServer, Reply
+from servers.redis_server import RedisServer, redis_is_installed
 
 from tensorizer import TensorDeserializer
 from tensorizer.errors import StreamError, StreamNotFoundError
@@ -192,9 +194,10 @@ def test_a_folder_that_a_program_serves_is_not_used(site, tmp_path, caplog):
     assert "is on a network file system (FUSE)" in warnings[0]
 
 
+@pytest.mark.skipif(not redis_is_installed(), reason=needs("Redis"))
 def test_redis_is_not_cached(folder, caplog):
-    with caplog.at_level(logging.INFO), pytest.raises(OSError):
-        open_stream("redis://127.0.0.1:9/x", cache=folder)
+    with RedisServer() as server, caplog.at_level(logging.INFO), pytest.raises(StreamNotFoundError):
+        open_stream(server.uri("nobody"), cache=folder)
     assert "Redis tells no versions" in caplog.text
     assert not folder.exists() or files_below(folder) == []
 

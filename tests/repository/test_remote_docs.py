@@ -17,7 +17,7 @@ STORES = (ROOT / "docs" / "remote_stores.md").read_text()
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 #: Fields whose default is described in words.
 WORDS = {
-    "connections": ("16 or 32", None),
+    "connections": ("16 or 64", None),
     "total_timeout": ("none", None),
     "retries": ("none", None),
     "headers": ("none", {}),
