@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
+from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_int
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Access(NamedTuple):
     Attributes:
         encryption: ``DecryptionParams`` where files are read, ``EncryptionParams`` where they are written.
         stream_options: Keywords of ``stream_io.open_stream`` for URIs; whoever opens checks them.
-        num_readers: Upper bound for reading threads; checked by whoever has opened the file, since one that cannot be
-            opened is to be reported first.
+        num_readers: Upper bound for reading threads, not checked yet: :attr:`max_workers` does that, so that a file
+            that cannot be opened is reported first.
         progress: What users gave; ``progress_reporter`` checks it.
         trust: Who may vouch for what is read.
     """
@@ -82,7 +83,8 @@ class Access(NamedTuple):
             TypeError: `encryption` is neither ``DecryptionParams`` nor ``None``.
             ValueError: It holds no key.
         """
-        check_decryption(encryption)
+        if encryption is not None:
+            check_decryption(encryption)
         return cls(encryption, stream_options, num_readers, progress, trust)
 
     @classmethod
@@ -99,3 +101,13 @@ class Access(NamedTuple):
         """
         check_encryption(encryption)
         return cls(encryption, stream_options, progress=progress)
+
+    @property
+    def max_workers(self) -> int:
+        """The bound as the extension takes it: 0 for as many threads as are useful.
+
+        Raises:
+            TypeError: ``num_readers`` is no number.
+            ValueError: It is below 1.
+        """
+        return 0 if self.num_readers is None else thread_limit("num_readers", self.num_readers)

@@ -200,10 +200,13 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
             opened.source.close()  # nobody else reads from it: its descriptors need not wait for this object
 
         return opened._replace(close=close, location=file_obj, stream_options=stream_options)
-    with stream_errors():
+    try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
+    except OSError:
+        with stream_errors():
+            raise
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:

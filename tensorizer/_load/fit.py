@@ -58,7 +58,8 @@ class ModuleView:
         for path, child in self.modules.items():
             prefix = f"{path}." if path else ""
             for is_buffer, registered in ((False, child._parameters), (True, child._buffers)):
-                self.slots.update({prefix + name: Slot(child, name, is_buffer, t) for name, t in registered.items()})
+                for name, tensor in registered.items():
+                    self.slots[prefix + name] = Slot(child, name, is_buffer, tensor)
         self.takers = {state_name(path): m for path, m in self.modules.items() if takes_state(m)}
 
     @functools.cached_property

@@ -42,7 +42,6 @@ from tensorizer._load.reader import (
     tensor_error,
 )
 from tensorizer._system import perf
-from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -733,10 +732,9 @@ def open_whole(source: Any, access: Access) -> OpenFile:
 
 def _of_each(access: Access, files: int) -> Access:
     """How each of several files is read, some of them at once: the bound for threads holds for all of them."""
-    max_workers = thread_limit("num_readers", access.num_readers)
-    if not max_workers:
+    if not access.max_workers:
         return access
-    return access._replace(num_readers=max(1, max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
+    return access._replace(num_readers=max(1, access.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
 
 
 def _moved(state: Any, device: torch.device) -> Any:

@@ -26,7 +26,6 @@ from tensorizer._keys import key_ring
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
 from tensorizer._system import cgroup, cuda_engine, perf
-from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_seconds, env_text, ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
@@ -407,7 +406,7 @@ def open_reader(
         AuthenticationError: Its index is not what its key or a signature vouches for.
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
     """
-    max_workers = thread_limit("num_readers", access.num_readers)
+    max_workers = access.max_workers
     choice = check_direct_io(options.direct_io)
     direct_io = DirectIO(opened.source, choice)
     index = _open_index(opened, access, options)
