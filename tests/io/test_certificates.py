@@ -12,14 +12,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from mounts import require_mounts, with_mounts
 from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import RedisServer, redis_is_installed
+from servers.s3_recorder import S3Recorder
 from servers.tls_proxy import tls_proxy
 
-from tensorizer import _C
+from tensorizer import _C, TensorSerializer
 from tensorizer._io import certificates as module
 from tensorizer._io.certificates import TrustAnchors, trust_for
 from tensorizer.errors import StreamError
@@ -30,7 +32,7 @@ VARIABLES = ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUN
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in VARIABLES:
+    for name in (*VARIABLES, "AWS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "_found", None)
 
@@ -218,6 +220,53 @@ def test_a_redirect_from_plain_http_to_https_looks_for_the_certificates_then(mon
             trusted = CAInfo(cacert=str(made.self_signed))
             with pytest.raises(StreamError, match="certificate"):
                 open_stream(server.url, http_options=options, certificate_handling=trusted)
+
+
+UPLOADS = {
+    "file": lambda made: ({"certificate_handling": CAInfo(cacert=str(made.authority))}, {}),
+    "folder": lambda made: ({"certificate_handling": CAInfo(capath=str(made.folder))}, {}),
+    "nobody": lambda made: ({"certificate_handling": CAInfo(allow_untrusted=True)}, {}),
+    "settings": lambda made: (
+        {"http_options": HTTPOptions(certificate_handling=CAInfo(cacert=str(made.authority)))},
+        {"AWS_CA_BUNDLE": str(made.self_signed)},
+    ),
+    "CURL_CA_BUNDLE": lambda made: ({}, {"CURL_CA_BUNDLE": str(made.authority)}),
+    "SSL_CERT_FILE": lambda made: ({}, {"SSL_CERT_FILE": str(made.authority)}),
+    "SSL_CERT_DIR": lambda made: ({}, {"SSL_CERT_DIR": str(made.folder)}),
+    "REQUESTS_CA_BUNDLE": lambda made: ({}, {"REQUESTS_CA_BUNDLE": str(made.authority)}),
+    "REQUESTS_CA_BUNDLE, a folder": lambda made: ({}, {"REQUESTS_CA_BUNDLE": str(made.folder)}),
+    "AWS_CA_BUNDLE": lambda made: ({}, {"AWS_CA_BUNDLE": str(made.authority)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@pytest.mark.parametrize("trust", UPLOADS)
+def test_all_requests_of_an_upload_trust_the_same(monkeypatch, tmp_path, trust):
+    pytest.importorskip("boto3")
+    for name in ("MIN_PART_NBYTES", "MAX_PART_NBYTES"):
+        monkeypatch.setattr(f"tensorizer._io.s3.upload.{name}", 64 << 10)
+    made = make_certificates(tmp_path)
+    options, variables = UPLOADS[trust](made)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with S3Recorder(made.context()) as store:
+        options = {**store.arguments, **options}
+        with TensorSerializer("s3://bucket/in-parts", stream_options=options) as serializer:
+            serializer.write_state_dict({"w": torch.ones(50_000)})
+        with open_stream("s3://bucket/by-hand", "wb", **options) as stream:
+            stream.write(b"content")
+        assert sorted(store.objects) == ["/bucket/by-hand", "/bucket/in-parts"]
+        assert len(store.of("UploadPart")) > 2
+
+
+def test_an_aws_setting_that_names_no_certificates_is_an_error_that_names_it(monkeypatch, tmp_path):
+    pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "absent"))
+    with (
+        S3Recorder(make_certificates(tmp_path).context()) as store,
+        pytest.raises(StreamError, match=r"AWS_CA_BUNDLE or ca_bundle names .*absent"),
+    ):
+        TensorSerializer("s3://bucket/w", stream_options=store.arguments)
 
 
 def test_what_needs_certificates_is_decided_by_the_address_and_by_proxies_of_https(monkeypatch, tmp_path):

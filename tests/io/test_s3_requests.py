@@ -97,6 +97,30 @@ def test_only_uploads_over_https_need_certificates(store, monkeypatch):
             save(store, expected, s3_endpoint=endpoint, force_http=False)
 
 
+def test_a_key_with_the_names_of_folders_above_is_read_as_it_stands_also_where_nothing_is_signed(store):
+    store.objects.update({"/bucket/key": b"another", "/bucket/dir/../key": b"wanted"})
+    nobody = {"s3_access_key_id": "", "s3_secret_access_key": ""}
+    with open_stream("s3://bucket/dir/../key", **{**store.arguments, **nobody}) as stream:
+        assert stream.read() == b"wanted"
+
+
+def test_all_requests_go_by_the_proxy_of_the_settings_and_none_to_hosts_without_one(monkeypatch):
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    expected = state()
+    with S3Recorder() as proxy:
+        options = HTTPOptions(proxy=proxy.endpoint)
+        save(proxy, expected, s3_endpoint="http://store.invalid", http_options=options)
+        loads(proxy, expected, s3_endpoint="http://store.invalid", http_options=options)
+    with S3Recorder() as store:
+        nobody = "http://127.0.0.1:9"
+        save(store, expected, http_options=HTTPOptions(proxy=nobody, no_proxy="127.0.0.1"))
+        monkeypatch.setenv("http_proxy", nobody)
+        save(store, expected, http_options=HTTPOptions(proxy=""))
+        save(store, expected, http_options=HTTPOptions(no_proxy="127.0.0.1"))
+        assert len(store.of("CompleteMultipartUpload")) == 3
+
+
 class TestStreamsOfSerializers:
     def test_a_new_stream_is_taken_over_and_goes_up_in_parts_without_a_file(self, store):
         for number, mode in enumerate(("wb+", "wb", "ab")):

@@ -100,6 +100,16 @@ class TestReading:
         with open_stream("s3://bucket/dir/a b ü", begin=1000, end=3000, **store.arguments) as stream:
             assert stream.read() == data[1000:3000]
 
+    @pytest.mark.parametrize("key", ["a/./b", "a/../b", "..", "d/..", "a//b", "a+b %20%", "a&b=c;d", "é\n\t'\"<>"])
+    def test_a_key_is_used_as_it_stands(self, store, key):
+        expected = state(1)
+        with TensorSerializer(f"s3://bucket/{key}", stream_options=store.arguments) as serializer:
+            serializer.write_state_dict(expected)
+        assert exists(store, key)
+        with TensorDeserializer(f"s3://bucket/{key}", device="cpu", stream_options=store.arguments) as file:
+            assert_same(dict(file.items()), expected)
+        store.boto.delete_object(Bucket="bucket", Key=key)
+
     def test_an_empty_object_is_read(self, store):
         store.boto.put_object(Bucket="bucket", Key="empty", Body=b"")
         with open_stream("s3://bucket/empty", **store.arguments) as stream:

@@ -171,6 +171,13 @@ TEST(HttpUrl, WhatIsShownHasNeitherCredentialsNorQuery) {
   EXPECT_EQ(url.password, "p@ss");
 }
 
+TEST(HttpUrl, TheNamesOfFoldersAboveAreResolvedExceptInWhatWasSigned) {
+  const std::string text = "http://h/a/../b/./c?q=/../1";
+  EXPECT_EQ(HttpUrl::parse(text).path_and_query, "/b/c?q=/../1");
+  EXPECT_EQ(HttpUrl::parse(text, true).path_and_query, "/a/../b/./c?q=/../1");
+  EXPECT_EQ(HttpUrl::parse(text, true).text, text);
+}
+
 TEST(HttpUrl, TheDefaultPortIsPartOfTheOrigin) {
   EXPECT_EQ(HttpUrl::parse("http://h/x").origin, HttpUrl::parse("http://h:80/y").origin);
   EXPECT_NE(HttpUrl::parse("http://h/x").origin, HttpUrl::parse("https://h/x").origin);

@@ -8,10 +8,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import ssl
 import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from . import Server, serving
@@ -47,7 +48,10 @@ class RecordedRequest(NamedTuple):
 
 
 class S3Recorder(Server):
-    """Keeps every request, and answers it.
+    """Keeps every request, and answers it. Serves as a proxy too: hosts in the requests count for nothing.
+
+    Args:
+        tls: A server-side context for HTTPS.
 
     Attributes:
         requests: What came, in order.
@@ -66,7 +70,7 @@ class S3Recorder(Server):
     access_key, secret_key = "AKIDRECORDER", "recorder/secret"
     session_key, session_secret, session_token = "AKIDSESSION", "session/secret", "session-token"
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Optional[ssl.SSLContext] = None) -> None:
         self.requests: list[RecordedRequest] = []
         self.objects: dict[str, bytes] = {}
         self.open_uploads: dict[str, dict[int, bytes]] = {}
@@ -100,7 +104,9 @@ class S3Recorder(Server):
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self._served = contextlib.ExitStack()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -109,7 +115,7 @@ class S3Recorder(Server):
             "s3_access_key_id": self.access_key,
             "s3_secret_access_key": self.secret_key,
             "s3_endpoint": self.endpoint,
-            "force_http": True,
+            "force_http": self.endpoint.startswith("http:"),
         }
 
     def of(self, operation: str) -> list[RecordedRequest]:

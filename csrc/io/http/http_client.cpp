@@ -45,7 +45,7 @@ HttpEndpoint::HttpEndpoint(HttpAddress address, HttpHeaderProvider provider)
   MutexLock lock(mutex_);
   name_ = address_.display_name;
   if (address_.url.empty() && address_.renew) return;
-  home_ = HttpUrl::parse(address_.url);
+  home_ = HttpUrl::parse(address_.url, address_.renew != nullptr);
   renewed_at_ = Clock::now();
   if (name_.empty()) name_ = home_->shown;
 }
@@ -96,7 +96,7 @@ HttpEndpoint::SharedTarget HttpEndpoint::target(const std::stop_token& stop) {
   std::optional<HttpUrl> fresh;
   std::shared_ptr<const HttpHeaderList> headers;
   try {
-    if (url_due) fresh = HttpUrl::parse(address_.renew());
+    if (url_due) fresh = HttpUrl::parse(address_.renew(), true);
     if (headers_due) headers = std::make_shared<const HttpHeaderList>(provider_());
   } catch (...) {
     error = std::current_exception();

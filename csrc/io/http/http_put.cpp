@@ -18,7 +18,7 @@ PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
     HttpPut::Target target = put.target();
     if (const auto& provider = uploader.options.header_provider)
       for (HttpField& field : provider()) target.headers.push_back(std::move(field));
-    return {HttpUrl::parse(target.url), std::move(target.headers)};
+    return {HttpUrl::parse(target.url, true), std::move(target.headers)};
   } catch (...) {
     if (!uploader.counters.answered.load()) throw;
     throw not_renewed(std::current_exception());

@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
+from tensorizer._io.certificates import CAInfo
 from tensorizer._io.s3.client import (
     check_endpoint,
     chosen_checksums,
+    chosen_trust,
     configured_endpoint,
     enforce_scheme,
     make_client,
     make_session,
+    trust_of_parts,
 )
 from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
 from tensorizer._io.uri import split_uri
@@ -135,8 +138,11 @@ class S3Access:
         identity: _Identity,
         options: S3Options,
         checksums: Optional[str] = None,
+        session: Any = None,
     ) -> None:
         self._make_client = make_client
+        self._session = session
+        self._chosen_trust = chosen_trust(options.certificate_handling, options.http_options)
         self._client: Any = None
         self.endpoint = endpoint
         self.source = identity.source
@@ -159,6 +165,17 @@ class S3Access:
     def is_secure(self) -> bool:
         """Whether the store is reached over TLS."""
         return not (self.endpoint or self.client.meta.endpoint_url).lower().startswith("http:")
+
+    @property
+    def trust_of_parts(self) -> Optional[CAInfo]:
+        """Whom those requests of an upload trust that boto3 does not send; ``None`` for what variables and system say.
+
+        Raises:
+            StreamError: The AWS settings name a file that is not there.
+        """
+        if self._chosen_trust is not None or self._session is None or not self.is_secure:
+            return self._chosen_trust
+        return trust_of_parts(self._session)
 
     def describe(self, location: S3Location) -> str:
         """The object as messages call it."""
@@ -316,10 +333,11 @@ def _access(
         # Sessions have signatures of their own, which botocore finds where it may choose.
         named = None if location.is_express else options.signature_version or "s3v4"
         signature = UNSIGNED if identity.unsigned else named
-        return make_client(session, endpoint, keys, options.region_name, signature, options.certificate_handling)
+        trust = options.certificate_handling
+        return make_client(session, endpoint, keys, options.region_name, signature, trust, options.http_options)
 
     checksums = chosen_checksums(session, "request_checksum_calculation")
-    access = S3Access(client, endpoint, identity, options, checksums)
+    access = S3Access(client, endpoint, identity, options, checksums, session)
     if None in identity.keys and identity.keys != (None, None):
         access.client  # noqa: B018 - botocore says which half is missing
     return access

@@ -5,12 +5,14 @@ boto3 is imported when it is first needed.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 from urllib.parse import parse_qs, urlsplit
 
-from tensorizer._io.certificates import CAInfo
+from tensorizer._io.certificates import CAInfo, TrustAnchors, named_trust
+from tensorizer._io.options import HTTPOptions
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
@@ -22,6 +24,7 @@ __all__ = [
     "SignedRequest",
     "check_endpoint",
     "chosen_checksums",
+    "chosen_trust",
     "configured_endpoint",
     "enforce_scheme",
     "expect_answers",
@@ -31,6 +34,7 @@ __all__ = [
     "presign",
     "s3_code",
     "translated",
+    "trust_of_parts",
 ]
 
 # What botocore knows about services, by the path it is read from. Reading it is most of the work of making a client.
@@ -121,6 +125,7 @@ def make_client(
     region: Optional[str],
     signature: Any,
     certificates: Optional[CAInfo],
+    http: Optional[HTTPOptions] = None,
 ) -> Any:
     """A client of one store.
 
@@ -130,7 +135,8 @@ def make_client(
         keys: Access key, secret key and token; ``None`` for those of the AWS chain.
         region: ``None`` for that of the configuration, else ``us-east-1``.
         signature: Version of signatures, or ``botocore.UNSIGNED``; ``None`` leaves the choice to botocore.
-        certificates: Whom to trust; ``None`` for boto3's own default.
+        certificates: Whom to trust; ``None`` for what `http`, variables or boto3 say.
+        http: Of its settings, proxies and certificates.
     """
     import boto3
 
@@ -145,16 +151,21 @@ def make_client(
         settings[what] = chosen_checksums(session, what) or "when_required"
     if endpoint is not None and split_uri(endpoint).authority.lower() in _VIRTUAL_HOSTS:
         settings["s3"] = {"addressing_style": "virtual"}
-    return boto3.Session(botocore_session=session).client(
+    settings["proxies"] = _proxies(http, endpoint)
+    trust = _trust(session, chosen_trust(certificates, http))
+    client = boto3.Session(botocore_session=session).client(
         "s3",
         endpoint_url=endpoint,
         region_name=region or session.get_config_variable("region") or "us-east-1",
         aws_access_key_id=keys[0],
         aws_secret_access_key=keys[1],
         aws_session_token=keys[2],
-        verify=_trust(session, certificates),
+        verify=(trust.file or None) if trust.verify else False,
         config=_config(settings),
     )
+    if trust.path:
+        _trust_folder(client, trust)
+    return client
 
 
 def _config(settings: dict[str, Any]) -> Any:
@@ -166,13 +177,58 @@ def _config(settings: dict[str, Any]) -> Any:
         return Config(**{name: value for name, value in settings.items() if "checksum" not in name})
 
 
-def _trust(session: Any, certificates: Optional[CAInfo]) -> Union[str, bool, None]:
-    """boto3's own settings first, then the variables that reads honour too."""
-    if certificates is not None:
-        return False if certificates.allow_untrusted else certificates.cacert or certificates.capath
-    if env_text("AWS_CA_BUNDLE") or env_text("REQUESTS_CA_BUNDLE") or session.get_config_variable("ca_bundle"):
+def _proxies(http: Optional[HTTPOptions], endpoint: Optional[str]) -> Optional[dict[str, str]]:
+    """The proxies of the settings as botocore takes them; ``None`` leaves it to the environment."""
+    if http is None or (http.proxy is None and http.no_proxy is None):
         return None
-    return env_text("CURL_CA_BUNDLE") or env_text("SSL_CERT_FILE")
+    from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
+
+    host = split_uri(endpoint or "https://s3.amazonaws.com").authority
+    if proxy_bypass_environment(host, None if http.no_proxy is None else {"no": http.no_proxy}):
+        return {}
+    if http.proxy is None:
+        return None
+    return {"http": http.proxy, "https": http.proxy} if http.proxy else {}
+
+
+def chosen_trust(certificates: Optional[CAInfo], http: Optional[HTTPOptions]) -> Optional[CAInfo]:
+    """Whom the caller trusts, where he says so: for the call, or in its settings."""
+    return certificates or (None if http is None else http.certificate_handling)
+
+
+def trust_of_parts(session: Any) -> Optional[CAInfo]:
+    """Whom the AWS settings trust, for the parts of an upload that begins by boto3; ``None`` where they do not say, or
+    a variable says it.
+
+    Raises:
+        StreamError: They name no file.
+    """
+    bundle = session.get_config_variable("ca_bundle")
+    if bundle is None or named_trust(None) is not None:
+        return None
+    if not os.path.isfile(bundle):
+        raise StreamError(f"no certificate to trust: AWS_CA_BUNDLE or ca_bundle names {bundle}: wanted a readable file")
+    return CAInfo(cacert=bundle)
+
+
+def _trust(session: Any, certificates: Optional[CAInfo]) -> TrustAnchors:
+    """boto3's own settings first, then the variables that reads honour too."""
+    own = session.get_config_variable("ca_bundle") or env_text("REQUESTS_CA_BUNDLE")
+    if certificates is None and own:
+        return TrustAnchors(path=own) if os.path.isdir(own) else TrustAnchors(own)
+    return named_trust(certificates) or TrustAnchors()
+
+
+def _trust_folder(client: Any, trust: TrustAnchors) -> None:
+    """Has connections of the client trust the certificates in a folder, which botocore knows nothing of."""
+    connections = client._endpoint.http_session
+    set_up = connections._setup_ssl_cert
+
+    def with_folder(pool: Any, *arguments: Any) -> None:
+        set_up(pool, *arguments)
+        pool.ca_certs, pool.ca_cert_dir = trust.file or None, trust.path
+
+    connections._setup_ssl_cert = with_folder
 
 
 # --- answers that mean nothing ----------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def open_multipart_sink(access: S3Access, location: S3Location, options: S3Optio
     return _C.MultipartSink(
         upload,
         upload.name,
-        http._native(None, options.certificate_handling, secure=access.is_secure),
+        http._native(None, access.trust_of_parts, secure=access.is_secure),
         uploads=min(http.connections or DEFAULT_UPLOADS, http.max_connections),
         budget_nbytes=options.memory_budget or 0,
         min_part_nbytes=MIN_PART_NBYTES,
