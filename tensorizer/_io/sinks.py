@@ -265,6 +265,8 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
         try:
             self._sink.publish(self._end)
             self._sink.finish()
+            if isinstance(self._opened.stream, UploadOnClose) and not (self.nbytes or self._opened.is_lent):
+                self._opened.stream.write(b"")  # without a write it would upload nothing
         except BaseException:
             self._abandon()
             raise

@@ -17,6 +17,7 @@ from samples import assert_same, tensor
 from servers import needs
 from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import RedisServer, redis_is_installed
+from servers.s3_recorder import S3Recorder
 from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import TensorDeserializer, TensorSerializer
@@ -113,6 +114,19 @@ def test_copies_to_and_from_a_store_need_no_length(tmp_path):
         told = subprocess.run([*command[:-1], str(tmp_path / "no")], env=found, capture_output=True, text=True)
         assert "force_http" not in told.stderr
         assert told.returncode == 0 or "--s3-endpoint http://HOST" in told.stderr, told.stderr
+
+
+def test_an_empty_file_is_copied_wherever_it_goes(tmp_path):
+    pytest.importorskip("boto3")
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    empty = tmp_path / "empty"
+    empty.touch()
+    with S3Recorder() as store:
+        for target in ("s3://bucket/empty", "memory://copies/empty", str(tmp_path / "copy")):
+            assert copy_file(empty, target, stream_options=store.arguments) == 0
+        assert store.objects == {"/bucket/empty": b""}
+    assert memory.cat_file("/copies/empty") == b""
+    assert (tmp_path / "copy").read_bytes() == b""
 
 
 def test_a_source_without_ranges_is_copied_and_hashed_with_one_request(tmp_path):

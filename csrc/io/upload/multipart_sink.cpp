@@ -372,6 +372,7 @@ void MultipartSink::publish(uint64_t end, const std::stop_token&) {
     MutexLock lock(mutex_);
     throw_if_failed();
     published_ = end;
+    is_empty_ = end == 0;
     dirty_ = false;
     for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
   }
@@ -414,12 +415,15 @@ void MultipartSink::stop_threads() noexcept {
 void MultipartSink::finish(const std::stop_token& stop) {
   try {
     size_t parts = 0;
+    bool is_empty = false;
     {
       MutexLock lock(mutex_);
       if (finished_) return;
       throw_if_failed();
+      is_empty = is_empty_;
       if (published_ > 0) parts = cut_parts(published_);
     }
+    if (is_empty) transport_->put_object({}, stop);
     if (parts == 1) transport_->put_object(bytes_of(0), stop);
     if (parts > 1) put_rest(stop);
   } catch (...) {

@@ -173,7 +173,8 @@ class MultipartSink final : public RangeSink {
   uint64_t head_end_ GUARDED_BY(mutex_) = 1;  // part 0 is always of the head
   uint64_t extent_ GUARDED_BY(mutex_) = 0;    // the content reaches at least this far
   uint64_t published_ GUARDED_BY(mutex_) = 0;
-  bool dirty_ GUARDED_BY(mutex_) = false;  // written to since the last publish
+  bool is_empty_ GUARDED_BY(mutex_) = false;  // what was published, which is an object too
+  bool dirty_ GUARDED_BY(mutex_) = false;     // written to since the last publish
   bool closing_ GUARDED_BY(mutex_) = false;
   bool finished_ GUARDED_BY(mutex_) = false;
   enum class Upload : uint8_t { none, creating, created, ended };
