@@ -191,6 +191,9 @@ def fail_in_the_middle(folder: Path) -> None:
             raised(StreamError, "the cable is cut", td.load, folder / "f", device="cpu", exchange=exchange)
         _loading.get_slices = _exchange.get_slices = get_slices
         same_everywhere(td.load(folder / "f", device="cpu", exchange="all_gather"), expected)
+        differing = {"device": "cpu", "verify_hash": rank == 1}
+        raised(ValueError, r"same on all ranks, found \[False, True\]", td.load, folder / "f", **differing)
+        raised(ValueError, "same on all ranks", td.load_sharded, {"big": None}, folder / "f", strict=False, **differing)
         # a byte that is wrong in the file is found by whoever verifies it
         with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
             offset = next(entry.data_offset for entry in d.entries() if entry.name == "big")

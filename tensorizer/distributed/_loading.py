@@ -59,7 +59,8 @@ def load(
             of N times 16 MiB. ``"none"``: every rank reads all. ``"auto"``: ``"none"`` if the file is in this machine's
             memory and goes to the CPU, or if there is only one rank; otherwise ``"all_gather"``.
         dtype: As for :class:`tensorizer.TensorDeserializer`.
-        verify_hash: Compares the stored hashes with what has arrived; the ranks share this work.
+        verify_hash: Compares the stored hashes with what has arrived; the ranks share this work, so all have to ask for
+            it.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every
@@ -83,7 +84,7 @@ def load(
         return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, dtype, access) as opened:
-        chosen = opened.choose(exchange, 0, [], shared=True)
+        chosen = opened.choose(exchange, verify_hash, 0, [], shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
         for name in opened.file.numbers:
@@ -187,7 +188,7 @@ def load_sharded(
             wanted = sum(part.into.numel() for part in filled.parts.values())
             if verify_hash:
                 filled.refuse_parts()
-        chosen = opened.choose(exchange, wanted, errors, shared=False)
+        chosen = opened.choose(exchange, verify_hash, wanted, errors, shared=False)
         assert filled is not None
         received = _fill(opened, chosen, filled.parts)
         if verify_hash:

@@ -142,15 +142,24 @@ class GroupFile:
         i = self.file.numbers[name]
         return self.file.aliases.get(i, i)
 
-    def choose(self, exchange: str, wanted: int, errors: Sequence[BaseException], *, shared: bool) -> str:
-        """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
+    def choose(
+        self, exchange: str, verify_hash: bool, wanted: int, errors: Sequence[BaseException], *, shared: bool
+    ) -> str:
+        """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same.
+
+        Raises:
+            ValueError: Some ranks verify hashes and some do not: those would wait for these.
+        """
         file = self.file
         in_memory = not file.network and all(r.handle.source.prompt for r in file.readers)
         with caught() as unread:  # shapes may be in record headers, which have to be read
             everything = sum(part.shape.numel() for part in slices(file).values())
         cached_here = in_memory and self.device.type == "cpu"
-        asked = self.ranks.agree([*errors, *unread], (exchange, cached_here, file.checks_whole, wanted))
-        first, cached, checks_whole, _ = asked[0]
+        asked = self.ranks.agree([*errors, *unread], (verify_hash, exchange, cached_here, file.checks_whole, wanted))
+        verifies = [bool(verify) for verify, *_ in asked]
+        if len(set(verifies)) > 1:
+            raise ValueError(f"verify_hash: wanted the same on all ranks, found {verifies}")
+        _, first, cached, checks_whole, _ = asked[0]
         if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
         overlapping = shared or sum(count for *_, count in asked) > _WORTH_GATHERING * everything
