@@ -20,12 +20,12 @@ from typing import IO, TYPE_CHECKING, Any, Optional, Union, cast
 import torch
 
 from tensorizer._files.contents import not_storable
+from tensorizer._files.copy import remove_files
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
-from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.json_values import NotSimple, Place, decoded, encoded, load_vetted, torch_saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError
@@ -220,8 +220,8 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:
         """Deletes a checkpoint. A missing one is no error."""
         self._wait()
-        folder, name = os.path.split(os.fspath(path))
-        Folder.at(folder or ".", self._stream_options or None).delete([name])
+        with contextlib.suppress(FileNotFoundError):
+            remove_files([os.fspath(path)], self._stream_options)
 
     def teardown(self) -> None:
         """Waits for a save in the background, and raises its error."""

@@ -180,6 +180,8 @@ def test_a_checkpoint_in_a_store_is_saved_resumed_and_removed_with_options_of_th
         plugin = TensorizerCheckpointIO(stream_options=store.arguments)
         _, resumed = fit(tmp_path / "second", 4, plugin, resume="s3://bucket/run/c.ckpt")
         assert resumed.losses == whole.losses[6:]
+        plugin.remove_checkpoint("s3://bucket/run//c.ckpt")  # another object, which is not there
+        assert list(store.objects) == ["/bucket/run/c.ckpt"]
         plugin.remove_checkpoint("s3://bucket/run/c.ckpt")
         assert not store.objects
         with pytest.raises(FileNotFoundError):
