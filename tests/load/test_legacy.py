@@ -105,16 +105,3 @@ def test_missing_files_and_missing_tensors_are_named(tmp_path):
 
     with pytest.raises(ValueError, match=r"extra\.weight"):
         tensorizer.load_model(tmp_path, Wider, device="cpu")
-
-
-def test_importing_the_package_loads_neither_the_names_nor_what_they_need():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, tensorizer\n"
-        "assert 'tensorizer.legacy' not in sys.modules and 'transformers' not in sys.modules\n"
-        "from tensorizer import load_model, serialize_model\n"
-        "assert 'tensorizer.legacy' in sys.modules and 'transformers' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
