@@ -93,12 +93,8 @@ def refusal(golden):
     if file.has_crypt_info != (secret is not None):
         raise crypto.BadCrypto("key against file")
     for record in file.records:
-        if not all(fmt_digest_fits(file, record, secret)):
+        if not crypto.hashes_hold(file, record, **(secret or {})):
             raise fmt.BadFile("digest")
-
-
-def fmt_digest_fits(file, record, secret):
-    yield crypto.hashes_hold(file, record, **(secret or {}))
 
 
 # The oracle leaves to others whether torch knows a dtype.
