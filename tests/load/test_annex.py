@@ -94,12 +94,11 @@ def test_once_writes_one_copy_and_twice_two(ties):
 
 def test_a_file_that_grows_keeps_its_annex_complete(tmp_path):
     path = tmp_path / "grown.tensors"
-    serializer = TensorSerializer(path, metadata={"step": "x" * 5000}, ties="once")
-    for step in range(4):
-        shared = tensor((step + 1,), seed=step)
-        serializer.write_state_dict({f"{step}.a": shared, f"{step}.b": shared})
-        serializer.write_tensor(0, f"{step}.c", TensorType.PARAM, tensor((2,)))
-    serializer.close()
+    with TensorSerializer(path, metadata={"step": "x" * 5000}, ties="once") as serializer:
+        for step in range(4):
+            shared = tensor((step + 1,), seed=step)
+            serializer.write_state_dict({f"{step}.a": shared, f"{step}.b": shared})
+            serializer.write_tensor(0, f"{step}.c", TensorType.PARAM, tensor((2,)))
     data = path.read_bytes()
     assert fmt.rewrite(fmt.read_file(data)) == data
     with TensorDeserializer(path, device="cpu", verify_hash=True) as found:
@@ -227,12 +226,11 @@ def test_metadata_is_sealed_with_the_key_of_a_passphrase_too():
 def test_each_sealing_has_a_nonce_of_its_own(tmp_path):
     nonces = set()
     path = tmp_path / "f.tensors"
-    serializer = TensorSerializer(path, metadata={"k": "v"}, encryption=EncryptionParams.random())
-    for step in range(5):
-        serializer.write_state_dict({str(step): tensor((1,))})
-        (sealed,) = (body for kind, _, body in fmt.read_file(path.read_bytes()).annex if kind == SEALED)
-        nonces.add(sealed[20:44])
-    serializer.close()
+    with TensorSerializer(path, metadata={"k": "v"}, encryption=EncryptionParams.random()) as serializer:
+        for step in range(5):
+            serializer.write_state_dict({str(step): tensor((1,))})
+            (sealed,) = (body for kind, _, body in fmt.read_file(path.read_bytes()).annex if kind == SEALED)
+            nonces.add(sealed[20:44])
     assert len(nonces) == 5
 
 

@@ -88,12 +88,11 @@ def test_extra_state_of_an_encrypted_file_is_encrypted_and_comes_back():
 def test_extra_state_of_another_kind_is_refused_by_name_before_anything_is_touched(state, tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b"old")
-    serializer = TensorSerializer(path)
-    with pytest.raises(TypeError, match=r"1\._extra_state"):
-        serializer.write_module(nn.ModuleList([Keeper(), Keeper(state)]), include_extra_state=True)
-    assert path.read_bytes() == b"old"
-    serializer.write_module(Keeper(torch.ones(1)), include_extra_state=True)
-    serializer.close()
+    with TensorSerializer(path) as serializer:
+        with pytest.raises(TypeError, match=r"1\._extra_state"):
+            serializer.write_module(nn.ModuleList([Keeper(), Keeper(state)]), include_extra_state=True)
+        assert path.read_bytes() == b"old"
+        serializer.write_module(Keeper(torch.ones(1)), include_extra_state=True)
     with TensorDeserializer(path, device="cpu") as deserializer:
         assert deserializer.load_into_module(Keeper(), strict=True) == 2
 

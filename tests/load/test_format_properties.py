@@ -240,16 +240,15 @@ def test_noise_is_always_refused(noise, front):
 def test_several_calls_make_the_file_that_the_oracle_would_make(parts, start):
     stream = samples.KeptBytesIO(bytes(start))
     stream.seek(start)
-    serializer = TensorSerializer(stream)
-    wanted = {}
-    for part in parts:
-        fresh = {name: value for name, value in part.items() if name not in wanted}
-        serializer.write_state_dict(fresh)
-        wanted |= fresh
-        if wanted:
-            file = fmt.read_file(stream.getvalue(), start=start)
-            assert list(file.contents()) == [(name,) for name in wanted]
-    serializer.close()
+    with TensorSerializer(stream) as serializer:
+        wanted = {}
+        for part in parts:
+            fresh = {name: value for name, value in part.items() if name not in wanted}
+            serializer.write_state_dict(fresh)
+            wanted |= fresh
+            if wanted:
+                file = fmt.read_file(stream.getvalue(), start=start)
+                assert list(file.contents()) == [(name,) for name in wanted]
     if wanted:
         data = stream.getvalue()[start:]
         file = fmt.read_file(stream.getvalue(), start=start)

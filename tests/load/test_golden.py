@@ -173,11 +173,7 @@ def test_a_golden_file_that_must_be_refused_is_refused_in_every_way(golden, fold
                 assert len(read_everything(golden, path, **options)) > 0
             else:
                 assert_refused(golden, path, **options)
-
-
-@golden_files.each(REFUSED)
-def test_a_golden_file_is_refused_from_memory_and_as_a_mapping_too(golden, folder, leaves_no_descriptors):
     verify = {"verify_hash": True} if golden.get("only_verifying") else {}
     assert_refused(golden, io.BytesIO(golden_files.read(golden)), **verify)
     if not golden["encryption"]:
-        assert_refused(golden, unpack(golden, folder), mmap=True, **verify)
+        assert_refused(golden, path, mmap=True, **verify)

@@ -114,12 +114,11 @@ def test_what_others_see_is_the_content_of_whole_calls_and_all_of_it_where_nothi
 
 def test_much_data_does_not_wait(tmp_path):
     path = tmp_path / "f"
-    serializer = TensorSerializer(path, hashes="crc32")
-    large = torch.zeros(65 << 20, dtype=torch.uint8)
-    for i, value in enumerate([torch.ones(1), torch.ones(2), large]):
-        serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, value)
-    assert list(load(path)) == ["t0", "t1", "t2"]
-    serializer.close()
+    with TensorSerializer(path, hashes="crc32") as serializer:
+        large = torch.zeros(65 << 20, dtype=torch.uint8)
+        for i, value in enumerate([torch.ones(1), torch.ones(2), large]):
+            serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, value)
+        assert list(load(path)) == ["t0", "t1", "t2"]
 
 
 def test_a_tensor_that_fails_or_needs_another_version_while_others_wait_takes_nothing_with_it(tmp_path):
