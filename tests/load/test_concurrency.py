@@ -14,7 +14,7 @@ import samples
 import torch
 from samples import assert_same, load, tensor
 
-from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer import TensorDeserializer
 
 VALUES = {f"t{i}": tensor((50 + 997 * i,), torch.uint8, seed=i) for i in range(40)}
 VALUES["nested"] = tensor((3,))
@@ -56,50 +56,34 @@ def in_threads(work, count=THREADS):
         return [future.result(60) for future in futures]
 
 
+def shuffled(i) -> list:
+    return random.Random(i).sample(list(VALUES), len(VALUES))
+
+
+READS = [
+    lambda deserializer, i: {name: deserializer[name] for name in shuffled(i)},
+    lambda deserializer, i: {name: deserializer.tree((name,)) for name in shuffled(i)},
+    lambda deserializer, i: deserializer.tree(),
+    lambda deserializer, i: dict(deserializer.items()),
+]
+
+
 @pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
-def test_one_object_may_be_read_by_key_from_several_threads(source, lazy_load):
+@pytest.mark.parametrize("reads", [READS[:1], READS], ids=["by key", "in bulk"])
+def test_one_object_may_be_read_from_several_threads(source, lazy_load, reads):
     with source(lazy_load=lazy_load, verify_hash=True) as deserializer:
-
-        def work(i):
-            names = list(VALUES)
-            random.Random(i).shuffle(names)
-            return {name: deserializer[name] for name in names}
-
-        results = in_threads(work)
+        results = in_threads(lambda i: reads[i % len(reads)](deserializer, i))
         for found in results:
+            assert found.keys() == VALUES.keys()
             for name, wanted in VALUES.items():
                 assert samples.same(found[name], wanted)
                 assert found[name] is results[0][name]  # the cache is one
 
 
-def test_one_object_may_be_read_in_bulk_from_several_threads(source):
-    with source(lazy_load=True) as deserializer:
-
-        def work(i):
-            if i % 4 == 0:
-                return deserializer.tree()
-            if i % 4 == 1:
-                return dict(deserializer.items())
-            if i % 4 == 2:
-                return {name: deserializer[name] for name in reversed(list(VALUES))}
-            return {name: deserializer.tree((name,)) for name in VALUES}
-
-        results = in_threads(work)
-        for found in results:
-            assert {name: found[name] for name in VALUES}.keys() == VALUES.keys()
-            for name, wanted in VALUES.items():
-                assert samples.same(found[name], wanted)
-                assert found[name] is results[0][name]
-
-
 def test_generators_in_several_threads_yield_right_tensors_only(source):
     with source(lazy_load=True) as deserializer:
-
-        def work(i):
-            return [(name, value) for _, _, name, value in deserializer.read_tensors(cache=bool(i % 2))]
-
-        for found in in_threads(work, 4):
-            for name, value in found:
+        for found in in_threads(lambda i: list(deserializer.read_tensors(cache=bool(i % 2))), 4):
+            for _, _, name, value in found:
                 assert samples.same(value, VALUES[name])
 
 
@@ -212,12 +196,3 @@ def test_a_python_object_may_be_read_while_its_methods_need_the_lock(path):
         assert_same(load(Busy(path.read_bytes()), num_readers=4), VALUES)
 
     in_threads(work, 4)
-
-
-def test_a_serializer_may_be_used_from_a_thread_other_than_its_own(tmp_path):
-    serializer = TensorSerializer(tmp_path / "f")
-    thread = threading.Thread(target=serializer.write_state_dict, args=(VALUES,))
-    thread.start()
-    thread.join()
-    serializer.close()
-    assert_same(load(tmp_path / "f"), VALUES)

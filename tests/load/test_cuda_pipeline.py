@@ -439,9 +439,8 @@ def test_a_mapping_spreads_one_file_over_two_devices(gpu):
 @pytest.mark.parametrize("verify", [False, True])
 def test_two_devices_are_served_by_one_load(gpu, fake, tmp_path, monkeypatch, verify):
     """Neither waits for the other: memory of both is asked for before either has all of its own."""
-    path = tmp_path / "model.tensors"
     state = {f"{i}": samples.tensor((9 * MIB + i,), torch.uint8, i) for i in range(8)}
-    path.write_bytes(written(state).getvalue())
+    path = samples.write_state_dict(tmp_path / "model.tensors", state)
     asked, allocate = [], cuda_engine.allocate
     monkeypatch.setattr(
         cuda_engine, "allocate", lambda device, *args: asked.append((device.index, *args)) or allocate(device, *args)
@@ -454,9 +453,8 @@ def test_two_devices_are_served_by_one_load(gpu, fake, tmp_path, monkeypatch, ve
 
 
 def test_an_allocation_that_fails_ends_the_load_with_torchs_own_error(gpu, fake, tmp_path, monkeypatch):
-    path = tmp_path / "model.tensors"
     state = {f"{i}": samples.tensor((9 * MIB + i,), torch.uint8, i) for i in range(5)}
-    path.write_bytes(written(state).getvalue())
+    path = samples.write_state_dict(tmp_path / "model.tensors", state)
     allocate = cuda_engine.allocate
     alive: list[weakref.ref] = []
     for nth in (1, 2, 5):
@@ -479,8 +477,8 @@ def test_an_allocation_that_fails_ends_the_load_with_torchs_own_error(gpu, fake,
 
 
 def test_ctrl_c_while_memory_is_allocated_ends_the_load(gpu, fake, tmp_path, monkeypatch):
-    path = tmp_path / "model.tensors"
-    path.write_bytes(written({f"{i}": samples.tensor((9 * MIB,), torch.uint8, i) for i in range(5)}).getvalue())
+    state = {f"{i}": samples.tensor((9 * MIB,), torch.uint8, i) for i in range(5)}
+    path = samples.write_state_dict(tmp_path / "model.tensors", state)
     allocate, asked = cuda_engine.allocate, []
 
     def interrupted(*args):
@@ -756,8 +754,7 @@ def test_ctrl_c_ends_a_load_behind_work_of_the_caller_that_never_ends(gpu, fake,
 
 def test_a_loop_over_single_tensors_makes_no_streams_events_or_threads(gpu, fake, tmp_path):
     state = {f"t{i}": samples.tensor((1000 + i,), torch.float32, i) for i in range(40)}
-    path = tmp_path / "many.tensors"
-    path.write_bytes(written(state).getvalue())
+    path = samples.write_state_dict(tmp_path / "many.tensors", state)
     lazy = TensorDeserializer(path, device="cuda:0", lazy_load=True)
     first = gpu.fetch(lazy["t0"])
     assert samples.same(first, state["t0"])

@@ -130,6 +130,7 @@ def test_the_methods_keep_their_parameters(method, names, keywords):
         ({"device": "no such device"}, RuntimeError),
         ({"dtype": "float16"}, TypeError),
         ({"dtype": np.float16}, TypeError),
+        ({"filter_func": torch.float16}, TypeError),
     ],
     ids=repr,
 )
@@ -138,7 +139,7 @@ def test_a_bad_argument_is_refused_and_the_file_closed_if_it_was_opened(options,
     with pytest.raises(error):
         TensorDeserializer(stream, **{"device": "cpu", **options})
     assert stream.closed or stream.tell() == 0
-    assert stream.closed == bool({"num_readers", "dtype"} & options.keys())
+    assert stream.closed == bool({"num_readers", "dtype", "filter_func"} & options.keys())
 
 
 def test_a_missing_file_is_reported_before_a_bad_number_of_readers(tmp_path):

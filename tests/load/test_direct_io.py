@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+import samples
 import torch
 from safetensors.torch import save_file
 
 import tensorizer.torch
-from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer
 from tensorizer._load import reader
 
 PAGE = mmap.PAGESIZE
@@ -27,9 +28,7 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, encryption: object = None) -> Path:
-    with TensorSerializer(path, encryption=encryption) as serializer:
-        serializer.write_state_dict(state())
-    return path
+    return samples.write_state_dict(path, state(), encryption=encryption)
 
 
 def cached_share(path: Path) -> float:
@@ -71,10 +70,7 @@ def drop(tmp_path):
 
 
 def assert_same(found, wanted=None) -> None:
-    wanted = state() if wanted is None else wanted
-    assert list(found) == list(wanted)
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name].detach(), tensor), name
+    samples.assert_same(found, state() if wanted is None else wanted)
 
 
 KEY = b"0123456789abcdef0123456789abcdef"

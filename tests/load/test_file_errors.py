@@ -10,6 +10,7 @@ import os
 import pickle
 
 import pytest
+import samples
 import torch
 from servers.file_server import serve_folder
 
@@ -30,8 +31,7 @@ VALUES = {"weight": torch.arange(5.0)}
 
 
 def save(target, **keywords) -> None:
-    with TensorSerializer(target, **keywords) as serializer:
-        serializer.write_state_dict(VALUES)
+    samples.write_state_dict(target, VALUES, **keywords)
 
 
 def load(source, **keywords) -> dict:
@@ -143,15 +143,9 @@ def test_errors_of_the_system_keep_number_text_and_names():
 # --- files of another kind ------------------------------------------------------------------------------------------
 
 
-def old_torch_file() -> bytes:
+def torch_file(**options) -> bytes:
     stream = io.BytesIO()
-    torch.save(VALUES, stream, _use_new_zipfile_serialization=False)
-    return stream.getvalue()
-
-
-def torch_file() -> bytes:
-    stream = io.BytesIO()
-    torch.save(VALUES, stream)
+    torch.save(VALUES, stream, **options)
     return stream.getvalue()
 
 
@@ -168,7 +162,7 @@ OTHERS = {
 
 
 def test_a_file_of_torch_is_told_to_be_one(tmp_path):
-    files = {"model.pt": torch_file(), "old.pt": old_torch_file()}
+    files = {"model.pt": torch_file(), "old.pt": torch_file(_use_new_zipfile_serialization=False)}
     tell_what_they_are(tmp_path, {name: (data, ["torch.load"]) for name, data in files.items()})
 
 

@@ -11,6 +11,8 @@ import torch
 import tensorizer
 from tensorizer import legacy
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 class Net(torch.nn.Module):
     def __init__(self, config=None):
@@ -65,7 +67,6 @@ def test_both_are_found_on_the_package_and_warn_at_the_caller(tmp_path):
     assert_same(model, net)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("configclass", [Config, None])
 def test_a_configuration_is_written_and_read(tmp_path, configclass):
     net = Net({"width": 5})
@@ -76,21 +77,18 @@ def test_a_configuration_is_written_and_read(tmp_path, configclass):
     assert torch.equal(model.linear.weight, net.linear.weight.half())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_default_device_is_the_usual_one(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tensorizer.serialize_model(Net(), None, tmp_path)
     assert tensorizer.load_model(str(tmp_path), Net).linear.weight.device.type == "cpu"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_configuration_of_an_unknown_kind_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(TypeError, match="config"):
         tensorizer.serialize_model(Net(), 5, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_missing_files_and_missing_tensors_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="model"):
         tensorizer.load_model(tmp_path, Net, device="cpu")
@@ -105,16 +103,3 @@ def test_missing_files_and_missing_tensors_are_named(tmp_path):
 
     with pytest.raises(ValueError, match=r"extra\.weight"):
         tensorizer.load_model(tmp_path, Wider, device="cpu")
-
-
-def test_importing_the_package_loads_neither_the_names_nor_what_they_need():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, tensorizer\n"
-        "assert 'tensorizer.legacy' not in sys.modules and 'transformers' not in sys.modules\n"
-        "from tensorizer import load_model, serialize_model\n"
-        "assert 'tensorizer.legacy' in sys.modules and 'transformers' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)

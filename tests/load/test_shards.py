@@ -62,8 +62,10 @@ WAYS = {
 }
 
 
-def test_a_folder_and_its_index_load_as_one_mapping(folder):
-    for source in (folder, str(folder) + "/", folder / "model.safetensors.index.json", f"file://{folder}"):
+def test_a_folder_and_its_index_load_as_one_mapping(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    index = "model.safetensors.index.json"
+    for source in (folder, f"{folder}/", folder / index, f"file://{folder}", "~/model", f"~/model/{index}"):
         for options in WAYS.values():
             with TensorDeserializer(source, **{"device": "cpu", **options}) as found:
                 assert_is_all(found)
@@ -71,12 +73,6 @@ def test_a_folder_and_its_index_load_as_one_mapping(folder):
                 assert found.metadata == {"format": "pt", "tied.weight": "a.weight"}
                 assert found.format == "safetensors"
                 assert len(found.entries()) == len(ALL) + 1
-
-
-def test_a_folder_or_index_below_the_home_folder_is_named_as_a_file_there_is(folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(folder.parent))
-    for place in ("~/model", "~/model/model.safetensors.index.json"):
-        assert_is_all(TensorDeserializer(place, device="cpu"))
 
 
 def test_everything_that_a_mapping_does_works_over_shards(folder):

@@ -125,44 +125,35 @@ def test_one_digest_that_was_stripped_is_named_among_many():
 
 # --- tensors that were loaded before --------------------------------------------------------------------------------
 
-LOADED_BEFORE = {
-    "eager, closed": lambda data: open_bytes(data),
-    "lazy, open": lambda data: asked_for(open_bytes(data, lazy_load=True)),
-}
 
-
-def asked_for(deserializer):
+def loaded_before(data, lazy):
+    """A deserializer whose tensors were all read without being verified: closed, or lazy and open."""
+    deserializer = open_bytes(data, lazy_load=lazy)
     deserializer.tree()
     return deserializer
 
 
-@pytest.mark.parametrize("before", LOADED_BEFORE)
-def test_damage_that_was_loaded_before_is_found_when_verification_is_asked_for(before):
-    model = torch.nn.Linear(3, 3)
-    data = flipped(module_bytes(model), ".bias")
-    load = LOADED_BEFORE[before]
-    target = torch.nn.Linear(3, 3)
-    untouched = samples.raw(target.weight)
-    for attempt in (
-        lambda d: d.load_into_module(target, verify_hash=True),
-        lambda d: list(d.read_tensors(verify_hash=True)),
-        lambda d: list(d.read_tensors(verify_hash=True, cache=False)),
-        lambda d: list(d.read_numpy_arrays(verify_hash=True)),
-    ):
-        with pytest.raises(HashMismatchError) as caught:
-            attempt(load(data))
-        assert ".bias" in str(caught.value)
-        assert ".weight" not in str(caught.value)
-    assert samples.raw(target.weight) == untouched
+VERIFIED_READS = {
+    "load_into_module": lambda deserializer, target: deserializer.load_into_module(target, verify_hash=True),
+    "read_tensors": lambda deserializer, _: len(list(deserializer.read_tensors(verify_hash=True))),
+    "streamed": lambda deserializer, _: len(list(deserializer.read_tensors(verify_hash=True, cache=False))),
+    "arrays": lambda deserializer, _: len(list(deserializer.read_numpy_arrays(verify_hash=True))),
+}
 
 
-@pytest.mark.parametrize("before", LOADED_BEFORE)
-def test_what_is_whole_passes_however_it_was_loaded(before):
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager, closed", "lazy, open"])
+@pytest.mark.parametrize("read", VERIFIED_READS)
+def test_damage_that_was_loaded_before_is_found_when_verification_is_asked_for(read, lazy):
     model, target = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-    deserializer = LOADED_BEFORE[before](module_bytes(model))
-    assert len(list(deserializer.read_tensors(verify_hash=True))) == 2
-    deserializer.load_into_module(target, verify_hash=True)
-    assert samples.same(target.weight, model.weight)
+    data = module_bytes(model)
+    untouched = samples.raw(target.weight)
+    with pytest.raises(HashMismatchError) as caught:
+        VERIFIED_READS[read](loaded_before(flipped(data, ".bias"), lazy), target)
+    assert ".bias" in str(caught.value)
+    assert ".weight" not in str(caught.value)
+    assert samples.raw(target.weight) == untouched
+    assert VERIFIED_READS[read](loaded_before(data, lazy), target) == 2  # what is whole passes
+    assert samples.same(target.weight, model.weight) == (read == "load_into_module")
 
 
 def test_a_verifying_object_never_gives_out_what_an_unverified_read_left_behind():
@@ -190,18 +181,16 @@ def test_tensors_that_changed_in_memory_are_no_longer_what_the_file_vouches_for(
 
 def test_converted_tensors_are_read_again_and_compared():
     data = module_bytes(torch.nn.Linear(3, 3))
-    with open_bytes(data, lazy_load=True, dtype=torch.float16) as deserializer:
-        deserializer.tree()
-        assert deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True) == 2
-    with open_bytes(flipped(data, ".bias"), lazy_load=True, dtype=torch.float16) as deserializer:
-        deserializer.tree()
-        with pytest.raises(HashMismatchError, match="bias"):
-            deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True)
-    with open_bytes(data, lazy_load=True, dtype=torch.float16) as deserializer:
-        with torch.no_grad():
-            deserializer[".bias"].add_(1)
-        with pytest.raises(HashMismatchError, match="bias"):
-            deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True)
+    for stored, change in ((data, 0), (flipped(data, ".bias"), 0), (data, 1)):
+        with open_bytes(stored, lazy_load=True, dtype=torch.float16) as deserializer:
+            deserializer.tree()
+            with torch.no_grad():
+                deserializer[".bias"].add_(change)
+            if stored is data and not change:
+                assert deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True) == 2
+            else:
+                with pytest.raises(HashMismatchError, match="bias"):
+                    deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True)
 
 
 def test_converted_tensors_of_a_closed_file_cannot_be_verified_and_are_not():

@@ -59,13 +59,6 @@ def test_deserializer_refuses_an_argument_and_says_what_to_pass(path, arguments,
     assert_words(message(kind, TensorDeserializer, path, **{"device": "cpu", **arguments}), *words)
 
 
-def test_arguments_that_are_refused_leave_no_file_open(path):
-    for keywords in ({"filter_func": torch.float16}, {"dtype": "float16"}):
-        stream = io.BytesIO(path.read_bytes())
-        message(TypeError, TensorDeserializer, stream, "cpu", **keywords)
-        assert stream.closed
-
-
 @pytest.mark.parametrize(
     ("method", "value", "words"),
     [

@@ -80,35 +80,29 @@ def test_a_loop_over_write_tensor_syncs_with_the_name_and_at_the_end_and_starts_
         assert truncations <= syncs + 2
 
 
-def test_single_tensors_of_a_path_are_complete_after_close_and_without_it(tmp_path):
+@pytest.mark.parametrize("end", ["close", "drop", "fail"])
+def test_single_tensors_of_a_path_are_complete_after_close_and_without_it(tmp_path, end):
     values = {f"t{i}": tensor((50 + i,), seed=i) for i in range(40)}
 
-    def write(serializer):
-        for name, value in values.items():
-            serializer.write_tensor(0, name, TensorType.STATE_DICT, value)
+    def write():
+        with contextlib.ExitStack() as stack:
+            serializer = TensorSerializer(tmp_path / "f")
+            if end != "drop":
+                stack.enter_context(serializer)
+            for name, value in values.items():
+                serializer.write_tensor(0, name, TensorType.STATE_DICT, value)
+            if end == "fail":
+                raise ZeroDivisionError
 
-    def close(path):
-        serializer = TensorSerializer(path)
-        write(serializer)
-        serializer.close()
-
-    def drop(path):
-        write(TensorSerializer(path))
-
-    def fail(path):
-        with contextlib.suppress(ZeroDivisionError), TensorSerializer(path) as serializer:
-            write(serializer)
-            raise ZeroDivisionError
-
-    for number, end in enumerate((close, drop, fail)):
-        end(tmp_path / str(number))
-        assert_same(load(tmp_path / str(number), verify_hash=True), values)
+    with contextlib.suppress(ZeroDivisionError):
+        write()
+    assert_same(load(tmp_path / "f", verify_hash=True), values)
 
 
-def test_what_others_see_is_the_content_of_whole_calls_and_all_of_it_where_nothing_is_synced(tmp_path):
-    for fsync in (True, False):
-        path = tmp_path / f"f{fsync}"
-        serializer = TensorSerializer(path, fsync=fsync)
+@pytest.mark.parametrize("fsync", [True, False])
+def test_what_others_see_is_the_content_of_whole_calls_and_all_of_it_where_nothing_is_synced(tmp_path, fsync):
+    path = tmp_path / "f"
+    with TensorSerializer(path, fsync=fsync) as serializer:
         for i in range(10):
             serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, torch.full((100,), float(i)))
             seen = load(path, verify_hash=True)
@@ -116,39 +110,26 @@ def test_what_others_see_is_the_content_of_whole_calls_and_all_of_it_where_nothi
             assert len(seen) == i + 1 if not fsync or i == 0 else len(seen) >= 1
         serializer.write_state_dict({"all": torch.ones(3)})  # many tensors at once are seen at once, with what waited
         assert len(load(path, verify_hash=True)) == 11
-        serializer.close()
 
 
 def test_much_data_does_not_wait(tmp_path):
     path = tmp_path / "f"
-    serializer = TensorSerializer(path, hashes="crc32")
-    large = torch.zeros(65 << 20, dtype=torch.uint8)
-    for i, value in enumerate([torch.ones(1), torch.ones(2), large]):
-        serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, value)
-    assert list(load(path)) == ["t0", "t1", "t2"]
-    serializer.close()
+    with TensorSerializer(path, hashes="crc32") as serializer:
+        large = torch.zeros(65 << 20, dtype=torch.uint8)
+        for i, value in enumerate([torch.ones(1), torch.ones(2), large]):
+            serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, value)
+        assert list(load(path)) == ["t0", "t1", "t2"]
 
 
-def test_a_tensor_that_fails_while_others_wait_takes_nothing_with_it(tmp_path):
+def test_a_tensor_that_fails_or_needs_another_version_while_others_wait_takes_nothing_with_it(tmp_path):
     path = tmp_path / "f"
-    serializer = TensorSerializer(path)
-    wanted = {}
-    for i in range(20):
-        wanted[f"t{i}"] = tensor((i + 1,), seed=i)
-        serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, wanted[f"t{i}"])
-        with pytest.raises(ValueError):
-            serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, torch.ones(1))
-    serializer.close()
-    assert_same(load(path, verify_hash=True), wanted)
-
-
-def test_a_dimension_that_needs_another_version_may_come_while_tensors_wait(tmp_path):
-    path = tmp_path / "f"
-    serializer = TensorSerializer(path)
-    wanted = {"a": torch.ones(3), "b": torch.ones(4), "wide": torch.empty(1 << 33, 0), "c": torch.ones(5)}
-    for name, value in wanted.items():
-        serializer.write_tensor(0, name, TensorType.STATE_DICT, value)
-    serializer.close()
+    wanted = {f"t{i}": tensor((i + 1,), seed=i) for i in range(20)}
+    wanted |= {"wide": torch.empty(1 << 33, 0), "after": torch.ones(5)}
+    with TensorSerializer(path) as serializer:
+        for name, value in wanted.items():
+            serializer.write_tensor(0, name, TensorType.STATE_DICT, value)
+            with pytest.raises(ValueError):
+                serializer.write_tensor(0, name, TensorType.STATE_DICT, torch.ones(1))
     assert_same(load(path, verify_hash=True), wanted)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import samples
 import torch
 
 pytest.importorskip("google.protobuf", reason="the protobuf package is not installed")
@@ -83,15 +82,12 @@ def test_every_plain_dtype_and_shape_survives(dtype, shape):
     assert torch.equal(back, tensor)
 
 
-def test_a_strided_tensor_that_requires_grad_is_written_in_c_order():
+def test_a_strided_tensor_that_requires_grad_is_written_in_c_order_and_owns_writable_memory_when_it_is_loaded():
     tensor = torch.randn(3, 4, requires_grad=True).t()
-    assert torch.equal(deserialize_tensor(serialize_tensor(tensor)), tensor)
-
-
-def test_a_loaded_tensor_owns_writable_memory():
-    tensor = deserialize_tensor(serialize_tensor(torch.zeros(2)))
-    tensor += 1
-    assert tensor.tolist() == [1, 1]
+    loaded = deserialize_tensor(serialize_tensor(tensor))
+    assert torch.equal(loaded, tensor)
+    loaded += 1
+    assert torch.equal(loaded, tensor + 1)
 
 
 def test_the_attribute_type_comes_back_only_where_it_was_set():
@@ -125,17 +121,13 @@ def test_what_cannot_be_written_is_refused_by_kind():
         ({"dtype": 8, "shape": [2**40, 2**40], "data": b"1234"}, "wanted a shape"),
         ({"dtype": 8, "shape": [0, 2**62, 2**62], "data": b""}, "wanted a shape"),
         ({"dtype": 8, "shape": [1] * 256, "data": b"1"}, "wanted a shape, found 256 dimensions"),
+        ({"dtype": 8, "shape": [2**62 + 12345] * 80_000, "data": b"1234"}, "wanted a shape, found 80000 dimensions"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_message_that_contradicts_itself_is_refused(fields, problem):
     with pytest.raises(FormatError, match=problem):
         deserialize_tensor(tensors_pb2.Tensor(**fields))
-
-
-def test_a_shape_of_many_huge_dimensions_is_refused_at_once():
-    message = tensors_pb2.Tensor(dtype=8, shape=[2**62 + 12345] * 80_000, data=b"1234")
-    with pytest.raises(FormatError, match="wanted a shape, found 80000 dimensions"):
-        deserialize_tensor(message)
 
 
 def test_more_dimensions_than_numpy_has_are_read():
@@ -148,10 +140,7 @@ def test_a_model_survives_and_nothing_is_printed(capsys):
     serialize_model(source, file)
     file.seek(0)
     deserialize_model(target, file)
-    expected = source.state_dict()
-    assert {name: value.tolist() for name, value in target.state_dict().items()} == {
-        name: value.tolist() for name, value in expected.items()
-    }
+    samples.assert_same(target.state_dict(), source.state_dict())
     assert capsys.readouterr() == ("", "")
 
 
@@ -186,16 +175,6 @@ def test_an_unknown_module_or_attribute_type_is_named():
 def test_bytes_that_are_no_message_are_a_format_error():
     with pytest.raises(FormatError, match="not a protobuf model"):
         deserialize_model(Net(), io.BytesIO(b"\xff\xff\xff\xff garbage"))
-
-
-def test_importing_the_package_does_not_import_protobuf():
-    code = (
-        "import sys, tensorizer\n"
-        "assert not [m for m in sys.modules if m.startswith('google.protobuf') or m == 'tensorizer.tensors_pb2']\n"
-        "import tensorizer.protobuf\n"
-        "assert tensorizer.protobuf.serialize_tensor and tensorizer.tensors_pb2.Tensor\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
 
 
 def test_the_schema_file_is_the_one_the_generated_module_came_from():

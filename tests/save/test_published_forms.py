@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections import OrderedDict
 
 import numpy as np
 import pytest
+import samples
 import tiny_models
 import torch
 import transformers
@@ -24,13 +26,7 @@ def original():
 
 @pytest.fixture
 def uri(original, tmp_path):
-    from tensorizer import TensorSerializer
-
-    uri = str(tmp_path / "models" / "model.tensors")
-    serializer = TensorSerializer(uri)
-    serializer.write_module(original)
-    serializer.close()
-    return uri
+    return str(samples.write_module(tmp_path / "models" / "model.tensors", original))
 
 
 @pytest.fixture
@@ -39,9 +35,7 @@ def model_ref(original, tmp_path):
 
 
 def assert_same_model(model, original):
-    state, expected = model.state_dict(), original.state_dict()
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in state)
+    samples.assert_same(model.state_dict(), original.state_dict())
 
 
 def test_serializing_by_the_first_readme(original, tmp_path):
@@ -131,22 +125,17 @@ def test_encryption_of_the_current_readme(original, tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL_PASSPHRASE", "it is a secret")
     source = os.getenv("MODEL_PASSPHRASE")
     quick = {"opslimit": EncryptionParams.OpsLimit.MIN, "memlimit": EncryptionParams.MemLimit.MIN}
-    encryption_params = EncryptionParams.from_string(source, **quick)
-    serializer = TensorSerializer(str(tmp_path / "model.tensors"), encryption=encryption_params)
-    serializer.write_module(original)
-    serializer.close()
-    decryption_params = DecryptionParams.from_string(source)
-    deserializer = TensorDeserializer(str(tmp_path / "model.tensors"), device="cpu", encryption=decryption_params)
-    assert_same_model_after_loading(deserializer, original)
-
-    encryption_params = EncryptionParams.random()
-    (tmp_path / "tensor.key").write_bytes(encryption_params.key)
-    serializer = TensorSerializer(str(tmp_path / "model.tensors"), encryption=encryption_params)
-    serializer.write_module(original)
-    serializer.close()
-    decryption_params = DecryptionParams.from_key((tmp_path / "tensor.key").read_bytes())
-    deserializer = TensorDeserializer(str(tmp_path / "model.tensors"), device="cpu", encryption=decryption_params)
-    assert_same_model_after_loading(deserializer, original)
+    random = EncryptionParams.random()
+    (tmp_path / "tensor.key").write_bytes(random.key)
+    for encryption_params, decryption_params in (
+        (EncryptionParams.from_string(source, **quick), DecryptionParams.from_string(source)),
+        (random, DecryptionParams.from_key((tmp_path / "tensor.key").read_bytes())),
+    ):
+        serializer = TensorSerializer(str(tmp_path / "model.tensors"), encryption=encryption_params)
+        serializer.write_module(original)
+        serializer.close()
+        deserializer = TensorDeserializer(str(tmp_path / "model.tensors"), device="cpu", encryption=decryption_params)
+        assert_same_model_after_loading(deserializer, original)
 
 
 def test_state_dicts_of_the_current_readme(original, tmp_path):
@@ -198,16 +187,11 @@ def test_torch_compat_of_the_current_readme(original, tmp_path):
 
 
 def test_every_published_name_can_be_imported():
-    from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
-    from tensorizer.stream_io import CAInfo, CURLStreamFile, RedisStreamFile, open_stream
-    from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
-    from tensorizer.utils import convert_bytes, get_device, get_gpu_name, get_mem_usage, no_init_or_tensor
-
-    assert all(
-        callable(name)
-        for name in (
-            *(DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer),
-            *(CAInfo, CURLStreamFile, RedisStreamFile, open_stream, tensorizer_loading, tensorizer_saving),
-            *(convert_bytes, get_device, get_gpu_name, get_mem_usage, no_init_or_tensor),
-        )
-    )
+    published = {
+        "tensorizer": ["DecryptionParams", "EncryptionParams", "TensorDeserializer", "TensorSerializer"],
+        "tensorizer.stream_io": ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"],
+        "tensorizer.torch_compat": ["tensorizer_loading", "tensorizer_saving"],
+        "tensorizer.utils": ["convert_bytes", "get_device", "get_gpu_name", "get_mem_usage", "no_init_or_tensor"],
+    }
+    for module, names in published.items():
+        assert all(callable(getattr(importlib.import_module(module), name)) for name in names)

@@ -100,10 +100,9 @@ def test_a_bad_argument_is_refused_before_anything_is_touched(tmp_path, options,
 def test_compression_is_accepted_and_changes_nothing():
     data = {"a": tensor(), "b": tensor((5,), torch.int64)}
     assert state_dict_bytes(data, compress_tensors=True) == state_dict_bytes(data)
-    serializer = TensorSerializer(io.BytesIO(), True)
-    assert serializer.compress_tensors is True
-    assert serializer.total_compressed_tensor_bytes == 0
-    serializer.close()
+    with TensorSerializer(io.BytesIO(), True) as serializer:
+        assert serializer.compress_tensors is True
+        assert serializer.total_compressed_tensor_bytes == 0
 
 
 @pytest.mark.parametrize(("limit", "in_force"), [(1, 1), (10**30, 10**30), (None, serialization.cpu_count)])
@@ -188,16 +187,15 @@ def test_output_is_deterministic_and_does_not_depend_on_the_target(tmp_path):
 
 
 def test_write_tensor_records_index_name_and_type(tmp_path):
-    serializer = TensorSerializer(tmp_path / "f")
-    wanted = [
-        (0, "a", TensorType.PARAM, tensor(seed=1)),
-        (65535, "b.c", TensorType.BUFFER, tensor((2,), torch.int64)),
-        (7, "d", TensorType.STATE_DICT, tensor((), torch.bfloat16)),
-    ]
-    for idx, name, kind, value in wanted:
-        assert serializer.write_tensor(idx, name, kind, value) is None
-    serializer.write_tensor(idx=1, name="last", tensor_type=TensorType.PARAM, tensor=tensor(seed=2))
-    serializer.close()
+    with TensorSerializer(tmp_path / "f") as serializer:
+        wanted = [
+            (0, "a", TensorType.PARAM, tensor(seed=1)),
+            (65535, "b.c", TensorType.BUFFER, tensor((2,), torch.int64)),
+            (7, "d", TensorType.STATE_DICT, tensor((), torch.bfloat16)),
+        ]
+        for idx, name, kind, value in wanted:
+            assert serializer.write_tensor(idx, name, kind, value) is None
+        serializer.write_tensor(idx=1, name="last", tensor_type=TensorType.PARAM, tensor=tensor(seed=2))
     with TensorDeserializer(tmp_path / "f", device="cpu") as deserializer:
         found = list(deserializer.read_tensors())
     assert [item[:3] for item in found] == [
@@ -241,11 +239,10 @@ def test_write_tensor_refuses_an_argument_that_the_format_cannot_hold(error, arg
 def test_write_tensor_takes_a_path_as_read_tensors_yields_it():
     structure = {"layers": [tensor(seed=1), {"w": tensor(seed=2)}], "x": tensor(seed=3)}
     copy = samples.KeptBytesIO()
-    serializer = TensorSerializer(copy)
-    with TensorDeserializer(io.BytesIO(state_dict_bytes(structure)), device="cpu") as deserializer:
+    deserializer = TensorDeserializer(io.BytesIO(state_dict_bytes(structure)), device="cpu")
+    with TensorSerializer(copy) as serializer:
         for idx, kind, name, value in deserializer.read_tensors():
             serializer.write_tensor(idx, name, kind, value)
-    serializer.close()
     assert_same(load(io.BytesIO(copy.getvalue())), structure)
 
 
@@ -442,13 +439,12 @@ def test_empty_tensors_of_any_dtype_round_trip():
 def test_methods_may_be_mixed_and_repeated(tmp_path):
     path = tmp_path / "mixed.tensors"
     model = samples.net()
-    serializer = TensorSerializer(path)
-    serializer.write_tensor(3, "first", TensorType.PARAM, tensor((2,)))
-    serializer.write_module(model)
-    serializer.write_state_dict({"sd.a": tensor((4,), torch.bfloat16)})
-    serializer.write_tensor(4, "second", TensorType.STATE_DICT, np.arange(5))
-    serializer.write_state_dict({"sd.b": {"deep": [tensor((1,))]}})
-    serializer.close()
+    with TensorSerializer(path) as serializer:
+        serializer.write_tensor(3, "first", TensorType.PARAM, tensor((2,)))
+        serializer.write_module(model)
+        serializer.write_state_dict({"sd.a": tensor((4,), torch.bfloat16)})
+        serializer.write_tensor(4, "second", TensorType.STATE_DICT, np.arange(5))
+        serializer.write_state_dict({"sd.b": {"deep": [tensor((1,))]}})
     with TensorDeserializer(path, device="cpu", verify_hash=True) as deserializer:
         names = [name for _, _, name, _ in deserializer.read_tensors()]
     middle = samples.module_names(model)
@@ -461,14 +457,13 @@ def test_methods_may_be_mixed_and_repeated(tmp_path):
 def test_after_each_call_the_file_is_complete_and_readable_by_another_handle(tmp_path):
     path = tmp_path / "f.tensors"
     wanted = {}
-    serializer = TensorSerializer(path)
-    for step in range(5):
-        part = {f"{step}.{i}": tensor((i + 1,), seed=(step, i)) for i in range(3)}
-        serializer.write_state_dict(part)
-        wanted.update(part)
-        assert_same(load(path, verify_hash=True), wanted)
-        assert fmt.rewrite(fmt.read_file(path.read_bytes())) == path.read_bytes()
-    serializer.close()
+    with TensorSerializer(path) as serializer:
+        for step in range(5):
+            part = {f"{step}.{i}": tensor((i + 1,), seed=(step, i)) for i in range(3)}
+            serializer.write_state_dict(part)
+            wanted.update(part)
+            assert_same(load(path, verify_hash=True), wanted)
+            assert fmt.rewrite(fmt.read_file(path.read_bytes())) == path.read_bytes()
     assert_same(load(path), wanted)
 
 
@@ -513,12 +508,11 @@ def test_a_reader_of_an_earlier_state_goes_on_reading_that_state(tmp_path, count
 
 def test_a_long_dimension_may_come_in_a_later_call(tmp_path):
     path = tmp_path / "f"
-    serializer = TensorSerializer(path)
-    serializer.write_state_dict({"a": tensor((3,)), "b": tensor((2, 2))})
-    assert fmt.read_file(path.read_bytes()).version == 1
-    serializer.write_state_dict({"long": torch.empty((1 << 33, 0), dtype=torch.int8)})
-    serializer.write_state_dict({"c": tensor((5,), torch.bfloat16)})
-    serializer.close()
+    with TensorSerializer(path) as serializer:
+        serializer.write_state_dict({"a": tensor((3,)), "b": tensor((2, 2))})
+        assert fmt.read_file(path.read_bytes()).version == 1
+        serializer.write_state_dict({"long": torch.empty((1 << 33, 0), dtype=torch.int8)})
+        serializer.write_state_dict({"c": tensor((5,), torch.bfloat16)})
     file = fmt.read_file(path.read_bytes())
     assert (file.version, file.flags) == (5, 2)
     assert [record.entry.version for record in file.records] == [1, 1, 5, 1]
@@ -528,18 +522,17 @@ def test_a_long_dimension_may_come_in_a_later_call(tmp_path):
 
 def test_a_failed_call_leaves_the_last_complete_content_readable(tmp_path):
     path = tmp_path / "f"
-    serializer = TensorSerializer(path)
-    serializer.write_state_dict({"a": tensor()})
-    before = path.read_bytes()
-    for error, refused in (
-        (ValueError, {"b": tensor(seed=1), "a": tensor(seed=2)}),
-        (TypeError, {"b": tensor(), "c": 3.0}),
-    ):
-        with pytest.raises(error):
-            serializer.write_state_dict(refused)
-        assert path.read_bytes() == before  # it is found before anything is written
-        assert serializer.total_tensor_bytes == tensor().nbytes
-    serializer.close()
+    with TensorSerializer(path) as serializer:
+        serializer.write_state_dict({"a": tensor()})
+        before = path.read_bytes()
+        for error, refused in (
+            (ValueError, {"b": tensor(seed=1), "a": tensor(seed=2)}),
+            (TypeError, {"b": tensor(), "c": 3.0}),
+        ):
+            with pytest.raises(error):
+                serializer.write_state_dict(refused)
+            assert path.read_bytes() == before  # it is found before anything is written
+            assert serializer.total_tensor_bytes == tensor().nbytes
     assert_same(load(path, verify_hash=True), {"a": tensor()})
 
 
@@ -629,13 +622,12 @@ def test_the_tensors_are_kept_alive_neither_by_the_serializer_nor_by_its_log(cap
     caplog.set_level(logging.DEBUG, "tensorizer")  # records are kept, and with them their arguments
     value = tensor((1000,))
     alive = weakref.ref(value)
-    serializer = TensorSerializer(io.BytesIO())
-    serializer.write_tensor(0, "a", TensorType.PARAM, value)
-    serializer.write_state_dict({"b": value})
-    del value
-    gc.collect()
-    assert alive() is None
-    serializer.close()
+    with TensorSerializer(io.BytesIO()) as serializer:
+        serializer.write_tensor(0, "a", TensorType.PARAM, value)
+        serializer.write_state_dict({"b": value})
+        del value
+        gc.collect()
+        assert alive() is None
 
 
 def test_an_empty_state_dict_writes_a_file_that_no_reader_opens(tmp_path):
@@ -661,18 +653,11 @@ def test_nothing_is_printed(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-class Handle(torch.Tensor):
-    """A wrapper without memory of its own, whose operations give plain tensors."""
+class Handle(Wrapper):
+    """A wrapper whose operations give plain tensors."""
 
     # Results of functions are what __torch_dispatch__ makes of them; torch 2.1 would make each a Handle of nothing.
     __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):

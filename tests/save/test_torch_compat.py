@@ -151,24 +151,20 @@ def test_the_older_file_format_of_torch_and_every_pickle_protocol_work(pt, argum
     assert_rich_object_survived(load(pt, load_kwargs={"weights_only": False}), original)
 
 
-def test_a_whole_module_and_its_tied_weights_survive(pt):
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_whole_module_and_its_state_dict_keep_tied_weights(pt, weights_only):
     net = Net()
-    save(net, pt)
-    back = load(pt, load_kwargs={"weights_only": False})
-    assert isinstance(back, Net)
-    assert back.head.weight is back.embed.weight
-    assert torch.equal(back.head.weight, net.head.weight)
-    assert back.steps.tolist() == [0, 1, 2]
+    save(net.state_dict() if weights_only else net, pt)
+    back = load(pt, load_kwargs={"weights_only": weights_only})
     assert len(sidecar_entries(sidecar_of(pt))) == 2
-
-
-def test_a_state_dict_keeps_ties_by_storage(pt):
-    net = Net()
-    save(net.state_dict(), pt)
-    loaded = load(pt, load_kwargs={"weights_only": True})
-    assert isinstance(loaded, type(net.state_dict()))
-    assert loaded["head.weight"].is_set_to(loaded["embed.weight"])
-    Net().load_state_dict(loaded)
+    if weights_only:
+        assert isinstance(back, type(net.state_dict()))
+        assert back["head.weight"].is_set_to(back["embed.weight"])
+    else:
+        assert isinstance(back, Net)
+        assert back.head.weight is back.embed.weight
+        back = back.state_dict()
+    samples.assert_same(back, net.state_dict())
 
 
 def test_whole_storages_are_in_the_sidecar_as_bytes_and_not_in_the_other_file(pt):
@@ -281,14 +277,14 @@ def test_the_default_name_follows_the_file(tmp_path):
 
 def test_memory_without_a_location_is_plain_torch_with_a_warning(caplog):
     buffer = io.BytesIO()
-    with caplog.at_level(logging.WARNING, logger="tensorizer.torch_compat"):
-        save(torch.ones(3), buffer)
-    assert [record.name for record in caplog.records] == ["tensorizer.torch_compat"]
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer), torch.ones(3))
-    buffer.seek(0)
-    caplog.clear()
-    assert torch.equal(load(buffer), torch.ones(3))
+    save(ONES, buffer)
+    for read in (torch.load, load):
+        assert [record.name for record in caplog.records] == ["tensorizer.torch_compat"]
+        assert caplog.records[0].levelno == logging.WARNING
+        buffer.seek(0)
+        if read is load:
+            caplog.clear()
+        assert torch.equal(read(buffer), ONES)
     assert len(caplog.records) == 1
 
 
@@ -605,14 +601,21 @@ def set_danger():
     Danger.ran = True
 
 
-def test_weights_only_refuses_what_torch_refuses(pt):
-    save({"tensor": torch.ones(1), "danger": Danger()}, pt)
+def test_weights_only_refuses_what_torch_refuses_and_the_environment_can_force_it(pt, monkeypatch):
+    save({"tensor": ONES, "danger": Danger()}, pt)
     with pytest.raises(pickle.UnpicklingError, match=r"set_danger|Unsupported"):
         load(pt, load_kwargs={"weights_only": True})
     assert not Danger.ran
     load(pt, load_kwargs={"weights_only": True}, suppress_weights_only=True)
     assert Danger.ran
     Danger.ran = False
+    save({"tensor": ONES}, pt.with_name("harmless.pt"))
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    assert torch.equal(load(pt.with_name("harmless.pt"))["tensor"], ONES)
+    for suppress in (False, True):
+        with pytest.raises(pickle.UnpicklingError):
+            load(pt, suppress_weights_only=suppress)
+    assert not Danger.ran
 
 
 def test_weights_only_accepts_what_the_user_declared_safe(pt):
@@ -624,17 +627,6 @@ def test_weights_only_accepts_what_the_user_declared_safe(pt):
     globals_needed = [type(Path("x")), Path]
     with torch.serialization.safe_globals(globals_needed):
         assert load(pt, load_kwargs={"weights_only": True})["path"] == Path("x")
-
-
-def test_the_environment_can_force_weights_only(pt, monkeypatch):
-    save({"tensor": torch.ones(1), "danger": Danger()}, pt)
-    save({"tensor": torch.ones(1)}, pt.with_name("harmless.pt"))
-    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
-    assert load(pt.with_name("harmless.pt"))["tensor"].item() == 1
-    for suppress in (False, True):
-        with pytest.raises(pickle.UnpicklingError):
-            load(pt, suppress_weights_only=suppress)
-    assert not Danger.ran
 
 
 def test_data_that_looks_like_a_reference_stays_data(pt):
@@ -880,15 +872,16 @@ def test_tasks_are_separate(tmp_path):
         with tensorizer_saving():
             ready.set()
             await go.wait()
-            torch.save(torch.ones(1), tmp_path / "inside.pt")
+            torch.save(ONES, tmp_path / "inside.pt")
+
+    async def outside(ready, go):
+        await ready.wait()
+        torch.save(ONES, tmp_path / "outside.pt")
+        go.set()
 
     async def main():
-        ready, go = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(inside(ready, go))
-        await ready.wait()
-        torch.save(torch.ones(1), tmp_path / "outside.pt")
-        go.set()
-        await task
+        events = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(inside(*events), outside(*events))
 
     asyncio.run(main())
     assert {file.name for file in tmp_path.iterdir()} == {"outside.pt", "inside.pt", "inside.pt.tensors"}
@@ -910,26 +903,20 @@ def test_inner_blocks_apply_completely_and_outer_ones_return(tmp_path):
         assert torch.load(tmp_path / "b.pt").item() == 1
 
 
-def test_saving_and_loading_blocks_may_end_in_any_order(pt):
+def test_saving_and_loading_blocks_may_end_in_any_order_and_are_entered_once(pt):
     saving, loading = tensorizer_saving(), tensorizer_loading(device="cpu")
     saving.__enter__()
     loading.__enter__()
-    torch.save(torch.ones(1), pt)
+    torch.save(ONES, pt)
     saving.__exit__(None, None, None)
     assert torch.save is torch_save
-    assert torch.load(pt).item() == 1
+    assert torch.equal(torch.load(pt), ONES)
     loading.__exit__(None, None, None)
-
-
-def test_a_manager_cannot_be_entered_twice():
-    manager = tensorizer_saving()
-    with manager:
-        pass
-    with pytest.raises((RuntimeError, AttributeError)), manager:
+    with pytest.raises((RuntimeError, AttributeError)), saving:
         pass
 
 
-def test_patches_of_others_are_bypassed_inside_and_back_afterwards(pt, monkeypatch):
+def test_patches_of_others_are_bypassed_inside_and_back_afterwards(pt):
     calls = []
 
     @functools.wraps(torch_save)
@@ -939,10 +926,10 @@ def test_patches_of_others_are_bypassed_inside_and_back_afterwards(pt, monkeypat
 
     torch.save = patched
     try:
-        save(torch.ones(1), pt)
+        save(ONES, pt)
         assert calls == []
         assert torch.save is patched
-        torch.save(torch.ones(1), pt)
+        torch.save(ONES, pt)
         assert len(calls) == 1
     finally:
         torch.save = torch_save
