@@ -31,11 +31,7 @@ def check_decryption(params: object) -> None:
 
 
 def check_encryption(params: object) -> None:
-    """Refuses anything but ``EncryptionParams`` or ``None``.
-
-    Raises:
-        TypeError: Another type.
-    """
+    """Raises ``TypeError`` for anything but ``EncryptionParams`` or ``None``."""
     if params is None:
         return
     from tensorizer.encryption import EncryptionParams
@@ -89,11 +85,7 @@ def _public_key_bytes(public_key: Any) -> bytes:
 
 
 def signer_of(signing_key: Any) -> _C.Signer:
-    """What the extension signs with.
-
-    Raises:
-        TypeError: Not a ``SigningKey``.
-    """
+    """What the extension signs with. Raises ``TypeError`` for anything but a ``SigningKey``."""
     from tensorizer.signing import SigningKey
 
     if not isinstance(signing_key, SigningKey):

@@ -94,11 +94,7 @@ class Access(NamedTuple):
         stream_options: Optional[Mapping[str, Any]] = None,
         progress: ProgressArgument = False,
     ) -> Access:
-        """For writing.
-
-        Raises:
-            TypeError: `encryption` is neither ``EncryptionParams`` nor ``None``.
-        """
+        """For writing. Raises ``TypeError`` if `encryption` is neither ``EncryptionParams`` nor ``None``."""
         check_encryption(encryption)
         return cls(encryption, stream_options, progress=progress)
 

@@ -22,11 +22,7 @@ DeviceChooser = Callable[[Name], torch.device]
 
 
 def check_filter(filter_func: Optional[FilterFuncType]) -> None:
-    """Refuses what cannot be called with a name.
-
-    Raises:
-        TypeError: Not a function.
-    """
+    """Raises ``TypeError`` for what cannot be called with a name."""
     if filter_func is None or callable(filter_func):
         return
     if isinstance(filter_func, torch.dtype):
@@ -38,11 +34,7 @@ def check_filter(filter_func: Optional[FilterFuncType]) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Refuses anything but a ``torch.dtype`` or ``None``.
-
-    Raises:
-        TypeError: Another type.
-    """
+    """Raises ``TypeError`` for anything but a ``torch.dtype`` or ``None``."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return
     meant = getattr(torch, dtype.rpartition(".")[2], None) if isinstance(dtype, str) else None

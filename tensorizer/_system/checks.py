@@ -53,11 +53,7 @@ def buffer_size(value: Any, default: int) -> int:
 
 
 def binary_mode(mode: str, allowed: Sequence[str], scheme: Optional[str]) -> str:
-    """The mode of a stream with its letters in the usual order.
-
-    Raises:
-        ValueError: None of those `allowed`.
-    """
+    """The mode of a stream, its letters in the usual order; raises ``ValueError`` for one that is not `allowed`."""
     ordered = "".join(sorted(mode, key="rwaxb+".find))
     if ordered not in allowed:
         raise ValueError(f"mode for {scheme}:// must be one of {', '.join(allowed)}, found {mode!r}")

@@ -220,11 +220,7 @@ class ShardedFill:
         return box_of(name, shape, tuple(mesh.mesh.shape), coordinate, placements)
 
     def refuse_parts(self) -> None:
-        """Raises where a hash would have to vouch for a part of a tensor, or for what it is converted to.
-
-        Raises:
-            ValueError: There is such a place.
-        """
+        """Raises ``ValueError`` if a hash would have to vouch for a part of a tensor, or for a converted one."""
         parts = [name for name, is_whole in self._whole.items() if not is_whole]
         if parts:
             raise ValueError(

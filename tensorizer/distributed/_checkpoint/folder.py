@@ -103,9 +103,6 @@ class Folder(NamedTuple):
 
     def nbytes(self, name: str) -> int:
         """The size of a file. Raises as :meth:`open`."""
-        if not self.remote:
-            with stream_errors():
-                return os.stat(self.join(name)).st_size
         with contextlib.closing(self.open(name)) as opened:
             return opened.source.size() or 0
 
@@ -231,11 +228,7 @@ class Located:
             self._path = path
 
     def _folder(self) -> Folder:
-        """The folder.
-
-        Raises:
-            ValueError: Nobody said where.
-        """
+        """The folder; raises ``ValueError`` where nobody said where it is."""
         if self._path is None:
             raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the call; found neither")
         return Folder.at(self._path, self._stream_options)

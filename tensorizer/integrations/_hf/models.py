@@ -54,8 +54,10 @@ def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any
         model, info = _filled(builder, config, weights, options, keywords)
     if model is None:
         model, info = _by_library(builder, config, weights, options, keywords)
-    if hasattr(model, "can_generate") and model.can_generate():
-        _set_generation_config(model, folder)
+    if hasattr(model, "can_generate") and model.can_generate() and folder.has(_GENERATION):
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder.fetch(_GENERATION))
     model.config.name_or_path = model.name_or_path = folder.label
     return model.eval(), info
 
@@ -165,14 +167,6 @@ def _concrete(builder: Any, config: Any) -> Any:
         return type(builder.from_config(copy.deepcopy(config)))
 
 
-def _set_generation_config(model: Any, folder: ModelFolder) -> None:
-    if not folder.has(_GENERATION):
-        return
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig.from_pretrained(folder.fetch(_GENERATION))
-
-
 def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the keywords that are none of its members.
 
@@ -205,13 +199,10 @@ def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[An
         )
     source = own or AutoConfig
     files = folder.fetch(_CONFIG)
-    config, rest = source.from_pretrained(files, return_unused_kwargs=True, **keywords, **_no_code(source))
+    if hasattr(source, "for_model"):  # AutoConfig, which would ask on the terminal; others would keep it as a member
+        keywords["trust_remote_code"] = False
+    config, rest = source.from_pretrained(files, return_unused_kwargs=True, **keywords)
     return config, rest
-
-
-def _no_code(source: Any) -> dict[str, Any]:
-    """Said to AutoConfig, which would ask on the terminal otherwise; other classes would keep it as a member."""
-    return {"trust_remote_code": False} if hasattr(source, "for_model") else {}
 
 
 def _is_native(values: dict[str, Any]) -> bool:

@@ -71,14 +71,6 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
     def join(self, name: str) -> str:
         return f"{self._root}/{name}" if self.remote else os.path.join(self._root, *name.split("/"))
 
-    def weight_name(self, subfolder: str, stem: str) -> str:
-        name = f"{stem}.{self._variant}.tensors" if self._variant else f"{stem}.tensors"
-        name = f"{subfolder}/{name}" if subfolder else name
-        self._weights.append(name)
-        if not self.remote:
-            os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
-        return name
-
     def write_state(
         self, state: Mapping[str, torch.Tensor], subfolder: str, stem: str, more: Mapping[str, str]
     ) -> None:
@@ -102,7 +94,12 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         return {"format": "pt", **more, **self._metadata}
 
     def _write(self, contents: Contents, subfolder: str, stem: str) -> None:
-        path, stream_options = self.join(self.weight_name(subfolder, stem)), self._access.stream_options
+        name = f"{stem}.{self._variant}.tensors" if self._variant else f"{stem}.tensors"
+        name = f"{subfolder}/{name}" if subfolder else name
+        self._weights.append(name)
+        path, stream_options = self.join(name), self._access.stream_options
+        if not self.remote:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
         write_contents(contents, path, self._options, self._access)
         if self._options.max_shard_size is None:
             # What an earlier save left as shards, now that the model is one file; sharded saves do so themselves.
