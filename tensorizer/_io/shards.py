@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.sources import OpenedSource, is_path, open_source, read_checked
 from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
 
@@ -184,7 +185,7 @@ class _ModelFolder(NamedTuple):
 
     def _read_index(self, name: str) -> OpenedShards:
         """What an index says, with no file open yet."""
-        shown = name if self.remote else self.join(name)
+        shown = shown_location(self.join(name))
 
         def parsed(text: bytes) -> tuple[dict[str, str], dict[str, str]]:
             try:

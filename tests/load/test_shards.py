@@ -277,6 +277,10 @@ def test_a_prefix_of_a_bucket_loads_like_a_folder(folder):
         ):
             with TensorDeserializer(source, device="cpu", stream_options=server.arguments) as found:
                 assert_is_all(found)
+        client.delete_object(Bucket="models", Key=f"org/model/{sorted(folder.iterdir())[0].name}")
+        index = "s3://models/org/model/model.safetensors.index.json"
+        with pytest.raises(FileNotFoundError, match=re.escape(f"{index}: its shard")):
+            TensorDeserializer("s3://models/org/model", device="cpu", stream_options=server.arguments)
 
 
 def test_a_tensor_below_one_of_another_shard_is_refused_in_either_order(tmp_path):
