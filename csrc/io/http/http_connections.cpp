@@ -49,8 +49,8 @@ class HttpPool {
 namespace {
 
 constexpr unsigned kNear = 16;
-// Object stores answer after 10 to 100 ms and bound the rate of a connection: with 32, a load from
-// one of 20 ms and 80 MB/s took 1.35 times as long.
+// Object stores answer after 10 to 100 ms and bound the rate of a connection: with 32, a load of
+// benchmarks' http-object-store (20 ms, 80 MB/s) took 1.4 times as long.
 constexpr unsigned kFar = 64;
 constexpr std::chrono::milliseconds kFarLatency{10};
 constexpr std::chrono::seconds kCalm{10};

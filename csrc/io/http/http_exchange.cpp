@@ -75,7 +75,7 @@ void HttpExchange::configure(const HttpRequest& request) {
   const HttpUrl& url = *request.url;
   apply_connection_options(easy, options_, url);
   curl_easy_setopt(easy, CURLOPT_URL, url.text.c_str());
-  curl_easy_setopt(easy, CURLOPT_PATH_AS_IS, url.signed_as_it_stands ? 1L : 0L);
+  curl_easy_setopt(easy, CURLOPT_PATH_AS_IS, 1L);  // HttpUrl has resolved what is to be
   curl_easy_setopt(easy, CURLOPT_USERAGENT, options_.user_agent.c_str());
   configure_headers(request);
   if (request.send_credentials && url.has_credentials()) {

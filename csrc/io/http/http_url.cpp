@@ -37,16 +37,15 @@ bool is_http(CURLU* url) {
 
 }  // namespace
 
-HttpUrl HttpUrl::parse(const std::string& text, bool signed_as_it_stands) {
+HttpUrl HttpUrl::parse(const std::string& text, bool path_as_is) {
   UniqueUrl url = new_url();
   // A NUL would silently cut the text for libcurl.
   const bool bad = text.find('\0') != std::string::npos ||
                    curl_url_set(url.get(), CURLUPART_URL, text.c_str(),
-                                signed_as_it_stands ? CURLU_PATH_AS_IS : 0) != CURLUE_OK;
+                                path_as_is ? CURLU_PATH_AS_IS : 0) != CURLUE_OK;
   if (bad || !is_http(url.get()))
     throw Error(Errc::io, "Failed to open stream: not a well-formed http(s) URL");
   HttpUrl result;
-  result.signed_as_it_stands = signed_as_it_stands;
   result.user = part(url.get(), CURLUPART_USER, CURLU_URLDECODE);
   result.password = part(url.get(), CURLUPART_PASSWORD, CURLU_URLDECODE);
   for (const CURLUPart secret : {CURLUPART_USER, CURLUPART_PASSWORD, CURLUPART_FRAGMENT})

@@ -10,9 +10,9 @@ namespace tensorizer::io {
 
 struct HttpUrl {
   // Throws Errc::io for anything but a well-formed http or https URL; the message does not quote
-  // it. The path of a URL that was signed is requested as it stands; segments "." and ".." of
-  // others are resolved, as in browsers.
-  static HttpUrl parse(const std::string& text, bool signed_as_it_stands = false);
+  // it. Segments "." and ".." of the path are resolved, as in browsers, unless `path_as_is`: a URL
+  // that a function made may be signed with them.
+  static HttpUrl parse(const std::string& text, bool path_as_is = false);
 
   // The URL that a Location header of a response from here means. Credentials inside it are
   // dropped; those of this URL are kept where the origin stays the same. nullopt where it is no
@@ -30,7 +30,6 @@ struct HttpUrl {
   uint16_t port = 0;
   std::string path_and_query;  // as it stands in the first line of a request
   std::string user, password;
-  bool signed_as_it_stands = false;
 };
 
 }  // namespace tensorizer::io
