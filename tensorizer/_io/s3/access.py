@@ -15,7 +15,6 @@ from tensorizer._io.certificates import CAInfo
 from tensorizer._io.s3.client import (
     check_endpoint,
     chosen_checksums,
-    chosen_trust,
     configured_endpoint,
     enforce_scheme,
     make_client,
@@ -142,7 +141,7 @@ class S3Access:
     ) -> None:
         self._make_client = make_client
         self._session = session
-        self._chosen_trust = chosen_trust(options.certificate_handling, options.http_options)
+        self._trust = options.trust
         self._client: Any = None
         self.endpoint = endpoint
         self.source = identity.source
@@ -173,8 +172,8 @@ class S3Access:
         Raises:
             StreamError: The AWS settings name a file that is not there.
         """
-        if self._chosen_trust is not None or self._session is None or not self.is_secure:
-            return self._chosen_trust
+        if self._trust is not None or self._session is None or not self.is_secure:
+            return self._trust
         return trust_of_parts(self._session)
 
     def describe(self, location: S3Location) -> str:
@@ -333,8 +332,8 @@ def _access(
         # Sessions have signatures of their own, which botocore finds where it may choose.
         named = None if location.is_express else options.signature_version or "s3v4"
         signature = UNSIGNED if identity.unsigned else named
-        trust = options.certificate_handling
-        return make_client(session, endpoint, keys, options.region_name, signature, trust, options.http_options)
+        region, http = options.region_name, options.http_options
+        return make_client(session, endpoint, keys, region, signature, options.trust, http)
 
     checksums = chosen_checksums(session, "request_checksum_calculation")
     access = S3Access(client, endpoint, identity, options, checksums, session)

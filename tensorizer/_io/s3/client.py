@@ -24,7 +24,6 @@ __all__ = [
     "SignedRequest",
     "check_endpoint",
     "chosen_checksums",
-    "chosen_trust",
     "configured_endpoint",
     "enforce_scheme",
     "expect_answers",
@@ -135,8 +134,8 @@ def make_client(
         keys: Access key, secret key and token; ``None`` for those of the AWS chain.
         region: ``None`` for that of the configuration, else ``us-east-1``.
         signature: Version of signatures, or ``botocore.UNSIGNED``; ``None`` leaves the choice to botocore.
-        certificates: Whom to trust; ``None`` for what `http`, variables or boto3 say.
-        http: Of its settings, proxies and certificates.
+        certificates: Whom to trust; ``None`` for what variables or boto3 say.
+        http: Of its settings, the proxies.
     """
     import boto3
 
@@ -152,7 +151,7 @@ def make_client(
     if endpoint is not None and split_uri(endpoint).authority.lower() in _VIRTUAL_HOSTS:
         settings["s3"] = {"addressing_style": "virtual"}
     settings["proxies"] = _proxies(http, endpoint)
-    trust = _trust(session, chosen_trust(certificates, http))
+    trust = _trust(session, certificates)
     client = boto3.Session(botocore_session=session).client(
         "s3",
         endpoint_url=endpoint,
@@ -189,11 +188,6 @@ def _proxies(http: Optional[HTTPOptions], endpoint: Optional[str]) -> Optional[d
     if http.proxy is None:
         return None
     return {"http": http.proxy, "https": http.proxy} if http.proxy else {}
-
-
-def chosen_trust(certificates: Optional[CAInfo], http: Optional[HTTPOptions]) -> Optional[CAInfo]:
-    """Whom the caller trusts, where he says so: for the call, or in its settings."""
-    return certificates or (None if http is None else http.certificate_handling)
 
 
 def trust_of_parts(session: Any) -> Optional[CAInfo]:

@@ -118,6 +118,12 @@ class S3Options:
         given = {name.removeprefix("s3_"): value for name, value in keywords.items()}
         return cls(**{name: value for name, value in given.items() if name in names}, **replaced)
 
+    @property
+    def trust(self) -> Optional[CAInfo]:
+        """Whom the caller trusts, where he says so: for the call, or in its settings."""
+        http = self.http_options
+        return self.certificate_handling or (None if http is None else http.certificate_handling)
+
     def __post_init__(self) -> None:
         for name in _TEXTS:
             value = getattr(self, name)
