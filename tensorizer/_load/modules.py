@@ -230,10 +230,8 @@ class ModuleFill:
         Raises:
             LoadError: There are some, and the load is strict.
         """
-        found: list[str] = []
-        for group in [group for group in self._groups if len(group) > 1] if self._how.ties != "equal" else []:
-            supplied = [(name, tensors[name]) for name in group if name in tensors]
-            found += [n for n, t in supplied[1:] if t is not supplied[0][1] and not same_bits(supplied[0][1], t)]
+        groups = self._groups if self._how.ties != "equal" else []
+        found = [name for group in groups if len(group) > 1 for name in _differing(group, tensors)]
         self.report = dataclasses.replace(self.report, conflicting=tuple(found))
         if self._strict and found:
             raise self.report.error((), strict=True)
@@ -413,6 +411,15 @@ def as_trainable_as(target: torch.Tensor, source: torch.Tensor, may_be_itself: b
     if may_be_itself and wanted == source.requires_grad:
         return source
     return torch.nn.Parameter(source.detach(), requires_grad=wanted)
+
+
+def _differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Of the names of one tensor of a model those that a file holds with other contents than the first that it has."""
+    supplied = [name for name in names if name in tensors]
+    if len(supplied) < 2:
+        return []
+    first = tensors[supplied[0]]
+    return [name for name in supplied[1:] if tensors[name] is not first and not same_bits(first, tensors[name])]
 
 
 def _new_slot(modules: Mapping[str, torch.nn.Module], name: str, is_buffer: bool) -> Slot:
