@@ -165,3 +165,15 @@ def stream_errors() -> Iterator[None]:
         if error.filename is None:
             raise kind(*error.args) from None
         raise kind(error.errno, error.strerror, error.filename, None, error.filename2) from None
+
+
+def named(name: str, function: Any, *arguments: Any) -> Any:
+    """function(*arguments), with the file's name in errors about its content."""
+    try:
+        return function(*arguments)
+    except TensorizerError as error:
+        if error.source is not None:
+            raise
+        told = type(error)(f"{name}: {error}")
+        told.source, told.offset = name, error.offset
+        raise told from None

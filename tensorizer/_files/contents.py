@@ -17,13 +17,12 @@ from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
-from tensorizer._load.authenticity import named
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
 from tensorizer._save.session import check_metadata
 from tensorizer._system.redaction import torch_refusal
-from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
+from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError, named
 
 __all__ = [
     "Contents",

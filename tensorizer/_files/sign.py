@@ -15,10 +15,10 @@ from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import read_checked
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._keys import signer_of
-from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, named, signature_place
+from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import StreamExistsError, StreamNotFoundError
+from tensorizer.errors import StreamExistsError, StreamNotFoundError, named
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
 

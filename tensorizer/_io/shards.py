@@ -19,7 +19,7 @@ from tensorizer._io.sources import OpenedSource, is_path, open_source, read_chec
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
-from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
+from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError, named
 
 __all__ = [
     "OpenedFiles",
@@ -188,10 +188,7 @@ class _ModelFolder(NamedTuple):
         shown = shown_location(self.join(name))
 
         def parsed(text: bytes) -> tuple[dict[str, str], dict[str, str]]:
-            try:
-                weight_map, metadata = _C.parse_shard_index(text)
-            except FormatError as error:
-                raise FormatError(f"{shown}: {error}") from None
+            weight_map, metadata = named(shown, _C.parse_shard_index, text)
             if not weight_map:
                 raise FormatError(f"{shown}: its weight_map names no tensor")
             return weight_map, metadata

@@ -205,7 +205,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
     except OSError:
-        with stream_errors():
+        with stream_errors():  # in here, so that only who fails walks through it (benchmarks.walks)
             raise
 
 

@@ -11,9 +11,9 @@ from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource, read_checked
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import AuthenticationError, StreamNotFoundError, TensorizerError
+from tensorizer.errors import AuthenticationError, StreamNotFoundError, named
 
-__all__ = ["MAX_SIGNATURE_NBYTES", "authenticate", "named", "signature_place"]
+__all__ = ["MAX_SIGNATURE_NBYTES", "authenticate", "signature_place"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -114,15 +114,3 @@ def signature_place(location: Any) -> Any:
         location = location.__fspath__()
     ending: Union[str, bytes] = b".sig" if isinstance(location, bytes) else ".sig"
     return location + ending
-
-
-def named(name: str, function: Any, *arguments: Any) -> Any:
-    """function(*arguments), with the file's name in errors about its content."""
-    try:
-        return function(*arguments)
-    except TensorizerError as error:
-        if error.source is not None:
-            raise
-        told = type(error)(f"{name}: {error}")
-        told.source, told.offset = name, error.offset
-        raise told from None

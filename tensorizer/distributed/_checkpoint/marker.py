@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._keys import encryption_key, key_ring
-from tensorizer._load.authenticity import named
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
@@ -39,6 +38,7 @@ from tensorizer.errors import (
     FormatError,
     HashMismatchError,
     InvalidVersionError,
+    named,
 )
 
 __all__ = [
