@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tensorizer.distributed as td
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer import AuthenticationError, DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer
 from tensorizer.distributed import _exchange, _loading
 from tensorizer.errors import CryptographyError, HashMismatchError, LoadError, StreamError
 from tensorizer.torch import save_file, save_model
@@ -193,6 +193,8 @@ def fail_in_the_middle(folder: Path) -> None:
         same_everywhere(td.load(folder / "f", device="cpu", exchange="all_gather"), expected)
         differing = {"device": "cpu", "verify_hash": rank == 1}
         raised(ValueError, r"same on all ranks, found \[False, True\]", td.load, folder / "f", **differing)
+        dtype = torch.float16 if rank else None
+        raised(ValueError, "dtype: wanted the same", td.load, folder / "f", None, "cpu", "all_gather", dtype=dtype)
         raised(ValueError, "same on all ranks", td.load_sharded, {"big": None}, folder / "f", strict=False, **differing)
         # a byte that is wrong in the file is found by whoever verifies it
         with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
@@ -206,6 +208,34 @@ def fail_in_the_middle(folder: Path) -> None:
                 file.write(bytes([byte[0] ^ 1]))
         dist.barrier()
         raised(HashMismatchError, "big", td.load, folder / "f", None, "cpu", "all_gather", verify_hash=True)
+
+    run_ranks(2, work)
+
+
+def load_what_is_signed(folder: Path) -> None:
+    """A hash speaks for a whole tensor: a rank that wants a signature reads all that it gets itself."""
+    expected = tensors_of()
+    signer, other = SigningKey.generate(), SigningKey.generate()
+    samples.write_state_dict(folder / "f", expected, signing_key=signer)
+    changed = bytearray((folder / "f").read_bytes())
+    with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
+        changed[next(entry.data_offset for entry in d.entries() if entry.name == "big")] ^= 1
+    (folder / "changed").write_bytes(changed)
+
+    def work(rank: int) -> None:
+        for mine in (signer.public_key, signer.public_key if rank else None):
+            asked = {"device": "cpu", "exchange": "all_gather", "public_key": mine}
+            found = td.load(folder / "f", **asked)
+            same_everywhere(found, expected)
+            assert (found.report.exchange, found.report.bytes_received) == ("none", 0)
+            rows = {"big": None}
+            report = td.load_sharded(rows, folder / "f", plan={"big": Shard(0)}, **asked, strict=False)
+            assert report.exchange == "none"
+            assert samples.same(rows["big"], expected["big"].chunk(2)[rank])
+            raised(HashMismatchError, "big", td.load, folder / "changed", **asked)
+            raised(HashMismatchError, "big", td.load_sharded, {"big": None}, folder / "changed", **asked, strict=False)
+        asked["public_key"] = other.public_key if rank else None
+        raised(AuthenticationError, "", td.load, folder / "f", **asked)
 
     run_ranks(2, work)
 

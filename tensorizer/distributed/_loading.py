@@ -58,7 +58,7 @@ def load(
         exchange: ``"all_gather"``: every rank reads 1/N of the bytes and gathers the rest from the others, in windows
             of N times 16 MiB. ``"none"``: every rank reads all. ``"auto"``: ``"none"`` if the file is in this machine's
             memory and goes to the CPU, or if there is only one rank; otherwise ``"all_gather"``.
-        dtype: As for :class:`tensorizer.TensorDeserializer`.
+        dtype: As for :class:`tensorizer.TensorDeserializer`; the same on every rank.
         verify_hash: Compares the stored hashes with what has arrived; the ranks share this work, so all have to ask for
             it.
         encryption: The key of an encrypted file.

@@ -148,24 +148,26 @@ class GroupFile:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same.
 
         Raises:
-            ValueError: Some ranks verify hashes and some do not: those would wait for these.
+            ValueError: Ranks verify hashes, or convert, and others do not as they do: those would wait for these.
         """
         file = self.file
         in_memory = not file.network and all(r.handle.source.prompt for r in file.readers)
         with caught() as unread:  # shapes may be in record headers, which have to be read
             everything = sum(part.shape.numel() for part in slices(file).values())
         cached_here = in_memory and self.device.type == "cpu"
-        asked = self.ranks.agree([*errors, *unread], (verify_hash, exchange, cached_here, file.checks_whole, wanted))
-        verifies = [bool(verify) for verify, *_ in asked]
-        if len(set(verifies)) > 1:
-            raise ValueError(f"verify_hash: wanted the same on all ranks, found {verifies}")
-        _, first, cached, checks_whole, _ = asked[0]
-        if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
+        common = {"verify_hash": bool(verify_hash), "dtype": file.options.dtype}
+        mine = (common, exchange, cached_here, file.checks_whole, wanted)
+        common_of, exchanges, cached, checks_whole, wanted_of = zip(*self.ranks.agree([*errors, *unread], mine))
+        for argument in common:
+            found = [given[argument] for given in common_of]
+            if len(set(found)) > 1:
+                raise ValueError(f"{argument}: wanted the same on all ranks, found {found}")
+        if self.ranks.size == 1 or any(checks_whole):  # the hash of a tensor is one of all of it
             return "none"
-        overlapping = shared or sum(count for *_, count in asked) > _WORTH_GATHERING * everything
-        chosen = str(first)
-        if first == "auto":
-            chosen = "all_gather" if overlapping and not cached else "none"
+        overlapping = shared or sum(wanted_of) > _WORTH_GATHERING * everything
+        chosen = str(exchanges[0])
+        if chosen == "auto":
+            chosen = "all_gather" if overlapping and not cached[0] else "none"
         if chosen == "all_gather" or not overlapping:
             for reader in file.readers:
                 reader.direct_io.read_alone()

@@ -53,6 +53,10 @@ def test_all_ranks_raise_whichever_read_of_one_rank_fails(fresh_process, tmp_pat
     ranks_do(fresh_process, "fail_at_every_read_of_one_rank", tmp_path)
 
 
+def test_a_rank_that_wants_a_signature_gets_no_byte_from_another_rank(fresh_process, tmp_path):
+    ranks_do(fresh_process, "load_what_is_signed", tmp_path)
+
+
 def test_ranks_get_the_parts_that_placements_say_uneven_and_empty_ones_too(fresh_process, tmp_path):
     ranks_do(fresh_process, "load_parts", tmp_path)
 
