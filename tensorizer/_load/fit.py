@@ -109,6 +109,11 @@ class ModuleView:
         there = None if slot is None else slot.tensor
         return torch.device("cpu") if there is None or there.is_meta else there.device
 
+    def states_stored(self, file: OpenFile, stored: Mapping[str, int], by_modules: bool) -> list[str]:
+        """Extra states that are tensors of the file. In one that lists what modules hold, such a name is another's."""
+        there = [name for name in self.takers if name in stored]
+        return [name for name in there if not by_modules or file.type(stored[name]) is TensorType.STATE_DICT]
+
     def states_given(self, *supplied: Collection[str]) -> dict[str, str]:
         """From the names of extra states to those that a file has for their modules, which may have several names."""
         there = [name for name in self.takers if any(name in names for names in supplied)]
@@ -149,15 +154,16 @@ def decide(
         stored: Entries of the file by the names that state dicts have for them.
         states: Extra states that the file holds apart from its tensors, by name.
         by_modules: The file lists what modules hold, and not a state dict: tensors that have no place in the module, or
-            one of another shape, are loaded all the same, and an extra state is never a tensor of the file or ``None``.
-            Where the file was written from a state dict, nobody knows whether what the module lacks was a parameter
-            or a buffer, so that is not loaded.
+            one of another shape, are loaded all the same, and an extra state is never ``None``. Where the file was
+            written from a state dict, nobody knows whether what the module lacks was a parameter or a buffer, so that
+            is not loaded.
         expects: Whether the file should have a name that it lacks; ``None``: each.
         may_lack: Names that are no difference, on whichever side they are missing; ``None``: none.
         refuses: Which differences of shape and kind count; ``None``: all.
         replaces: Whether a tensor of the module is replaced, and not copied into; ``None``: all are.
     """
     index, slots = file.index, view.slots
+    stored_states = view.states_stored(file, stored, by_modules)
     dtypes = {name: known_dtype(index.dtype(i)) for name, i in stored.items()}
     converted = {dtype for dtype in set(dtypes.values()) if file.casts(dtype)}
     supplied: dict[tuple[int, bool], str] = {}
@@ -166,7 +172,7 @@ def decide(
         slot, dtype = slots.get(name), dtypes[name]
         target = None if slot is None else slot.tensor
         if slot is None or target is None:
-            if name in view.takers and not by_modules:
+            if name in stored_states:
                 continue
             unexpected.append(name)
             if not by_modules or file.type(i) is TensorType.STATE_DICT:
@@ -197,7 +203,7 @@ def decide(
                 tied[name] = other
         elif slot.in_state_dict:
             missing.append(name)
-    given = view.states_given(states, () if by_modules else stored)
+    given = view.states_given(states, stored_states)
     for name, module in view.takers.items():
         if name not in given and (expects is None or expects(name)) and (by_modules or not is_without_state(module)):
             missing.append(name)

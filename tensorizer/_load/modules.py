@@ -184,8 +184,10 @@ class ModuleFill:
         if self.hands_over:
             skipped = {row.name for row in self.report.mismatched}
             loaded = tuple(name for name in self._stored if name not in skipped)
-        entries = [self._stored[name] for name in loaded]
-        tensors = dict(zip(loaded, self._file.load(entries, verify_hash)))
+        states = () if self.hands_over else self._view.states_stored(self._file, self._stored, self._how.by_modules)
+        names = [*loaded, *states]
+        tensors = dict(zip(names, self._file.load([self._stored[name] for name in names], verify_hash)))
+        self._states.update({name: tensors.pop(name).detach() for name in states})
         self._note_conflicts(tensors)
         if self._how.by_modules:
             self._warn()

@@ -16,6 +16,7 @@ from torch import nn
 
 from tensorizer import DecryptionParams, EncryptionParams, FormatError, LoadError, TensorDeserializer, TensorSerializer
 from tensorizer._format import extra_state
+from tensorizer.torch import save_file
 
 
 class Keeper(nn.Module):
@@ -58,6 +59,20 @@ def test_extra_state_that_is_tensors_comes_back(name):
     assert target[0].state == "before"
     samples.assert_same(target[1].state, STATES[name])
     assert count.missing == ("0._extra_state",)
+
+
+@pytest.mark.parametrize("format", ["tensors", "safetensors"])
+def test_extra_state_among_the_tensors_of_a_state_dict_comes_back(format, tmp_path):
+    source = nn.ModuleList([Keeper(torch.ones(2)), Keeper(torch.zeros(3))])
+    save_file(source.state_dict(), tmp_path / "m", format=format)
+    with TensorDeserializer(tmp_path / "m", device="cpu") as deserializer:
+        target = nn.ModuleList([Keeper(), Keeper(torch.ones(3)), nn.Linear(1, 1)])
+        count = deserializer.load_into_module(target)
+    assert (count, count.missing, count.unexpected) == (4, ("2.weight", "2.bias"), ())
+    for keeper, original in zip(target, source):
+        samples.assert_same(keeper.state, original.state)
+        assert type(keeper.state) is torch.Tensor
+        samples.assert_same(keeper.linear.weight, original.linear.weight)
 
 
 def test_loads_of_one_file_share_no_extra_state():
