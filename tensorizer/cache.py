@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
-from tensorizer._io.sources import begins_as_tensors
+from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
 from tensorizer._io.uri import local_path
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
@@ -276,7 +276,8 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     except OSError as error:
         return str(error), 0
     try:
-        if not source.is_present(0, min(entry.size, 8)) or not begins_as_tensors(source):
+        head_nbytes = min(entry.size, HEAD_NBYTES)
+        if not source.is_present(0, head_nbytes) or not begins_as_tensors(source.read(0, head_nbytes)):
             return None, 0
         with open_whole(CachedFile(source), Access()) as file:
             if file.index.encrypted:

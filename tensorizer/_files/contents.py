@@ -17,6 +17,7 @@ from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
+from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
@@ -269,12 +270,13 @@ def _is_pickle(source: str) -> bool:
         head = _head(source)
     except OSError:
         return False
-    return head == _ZIP or head[:1] == _PICKLE
+    # The size of a header of .safetensors may begin with the byte that pickles begin with.
+    return head.startswith(_ZIP) or (head.startswith(_PICKLE) and not begins_as_tensors(head))
 
 
 def _head(path: str) -> bytes:
     with open(path, "rb") as file:
-        return file.read(len(_ZIP))
+        return file.read(HEAD_NBYTES)
 
 
 def read_pickled(
@@ -316,7 +318,7 @@ def read_pickled(
 
 def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_head(path) == _ZIP)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_head(path).startswith(_ZIP))
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon

@@ -20,6 +20,7 @@ from tensorizer._io.uri import expanded, local_path, scheme_of
 from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
 
 __all__ = [
+    "HEAD_NBYTES",
     "Lent",
     "OpenedSource",
     "PathArgument",
@@ -129,12 +130,15 @@ def is_path(file_obj: object) -> bool:
     )
 
 
-def begins_as_tensors(source: _C.RangeSource) -> bool:
-    """Whether the first bytes are those of a ``.tensors`` or ``.safetensors`` file, whatever follows."""
-    head = source.read(0, min(source.size() or 0, 9))
+#: What :func:`begins_as_tensors` needs of a file.
+HEAD_NBYTES = 9
+
+
+def begins_as_tensors(head: bytes) -> bool:
+    """Whether the first :data:`HEAD_NBYTES` of a file are those of a ``.tensors`` or ``.safetensors`` file."""
     # JSON may have a brace as its ninth byte, too; no header of safetensors is longer than 100 MB.
     header_nbytes = int.from_bytes(head[:8], "little")
-    return head.startswith(b"|TZR|") or (head[8:] == b"{" and header_nbytes <= 100_000_000)
+    return head.startswith(b"|TZR|") or (head[8:9] == b"{" and header_nbytes <= 100_000_000)
 
 
 def read_checked(

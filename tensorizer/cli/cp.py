@@ -110,9 +110,9 @@ def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any)
 
 
 def _claims_tensors(source: str, options: Any) -> bool:
-    from tensorizer._io.sources import begins_as_tensors, open_source
+    from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors, open_source
 
     if shown_uri(source).endswith((".tensors", ".safetensors")):
         return True
     with contextlib.closing(open_source(source, options)) as opened:
-        return begins_as_tensors(opened.source)
+        return begins_as_tensors(opened.source.read(0, min(opened.source.size() or 0, HEAD_NBYTES)))

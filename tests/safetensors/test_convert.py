@@ -196,6 +196,19 @@ class Canary:
         return (open, (str(self.path), "w"))
 
 
+def test_a_safetensors_file_whose_first_byte_is_that_of_a_pickle_keeps_its_metadata(tmp_path):
+    source, target = tmp_path / "m.safetensors", tmp_path / "new.safetensors"
+    begun = 0
+    for spare in range(0, 1024, 8):  # as is the size of the header
+        data = save({"a": torch.arange(3.0)}, {"note": "x" * spare})
+        if data[0] == 0x80:
+            begun += 1
+            source.write_bytes(data)
+            tensorizer.convert(source, target)
+            assert target.read_bytes() == data
+    assert begun == 4
+
+
 @reads_pickles
 def test_a_malicious_pickle_is_refused_and_does_nothing(tmp_path):
     canary = tmp_path / "canary"
