@@ -322,3 +322,13 @@ def test_names_that_the_outputs_encoding_lacks_are_written_out(tmp_path):
         result = run("inspect", path, encoding=encoding)
         assert result.returncode == 0, result.stderr
         assert rb"\u91cd\u307f" in result.stdout
+
+
+def test_names_are_written_out_in_the_locale_c_without_its_utf_8_mode(tmp_path):
+    path = write(tmp_path / "m.tensors", {"重み": torch.ones(2)})
+    command = [sys.executable, "-m", "tensorizer", "inspect", str(path)]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment.pop("PYTHONIOENCODING", None)
+    result = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert rb"\u91cd\u307f" in result.stdout
