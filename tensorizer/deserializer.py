@@ -484,7 +484,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Raises:
             RuntimeError: A tensor of the file was not read yet, so its hashes are unknown.
-            NotImplementedError: A tensor of `m` is on the meta device.
+            NotImplementedError: A tensor of `m` is on the meta device, or has no memory of its own, like a DTensor.
         """
         from tensorizer._load.modules import verify_module
 

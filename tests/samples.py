@@ -125,6 +125,21 @@ def load(source, **options) -> dict:
         return deserializer.tree()
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that says what another one holds, without memory of its own, as quantizing libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
+
+
 class KeptBytesIO(io.BytesIO):
     """Keeps its buffer when the serializer closes it, as callers do who want the bytes."""
 

@@ -12,7 +12,15 @@ import torch
 from tensorizer._format import dtypes
 from tensorizer._system.devices import empty
 
-__all__ = ["adopt", "contiguous", "dense_nbytes", "is_copied", "same_bits", "stored_dtype"]
+__all__ = [
+    "adopt",
+    "check_memory",
+    "contiguous",
+    "dense_nbytes",
+    "is_copied",
+    "same_bits",
+    "stored_dtype",
+]
 
 _MAX_DIMENSIONS = 255
 
@@ -64,12 +72,21 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
         stored = dtypes.stored_for_tensor(tensor.dtype)
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"tensor {name!r}: {error}") from None
+    check_memory(name, tensor, "stored")
+    return stored
+
+
+def check_memory(name: Any, tensor: torch.Tensor, done: str) -> None:
+    """Refuses a tensor whose bytes nobody can read, with what cannot be done to it.
+
+    Raises:
+        NotImplementedError: It has no memory that holds all its elements, nor has what it gives when it is detached.
+    """
     if tensor.device.type in ("cpu", "cuda") and not (_has_memory(tensor) or _detaches_to_memory(tensor)):
         raise NotImplementedError(
-            f"tensor {name!r} cannot be stored: this {type(tensor).__name__} has no memory that holds all its elements"
+            f"tensor {name!r} cannot be {done}: this {type(tensor).__name__} has no memory that holds all its elements"
             "; give the plain tensors that it stands for"
         )
-    return stored
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from tensorizer._format import dtypes, extra_state
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name, listed
-from tensorizer._format.payloads import contiguous, same_bits
+from tensorizer._format.payloads import check_memory, contiguous, same_bits
 from tensorizer._format.tree import Node, build_tree
 from tensorizer._io.access import Access
 from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
@@ -428,6 +428,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
         ``None``: the tensor was stored with data and without a digest, so nothing can be said.
         """
+        check_memory(self.names[i], tensor, "verified")
         data = contiguous(tensor, on_device=False)
         nbytes = data.numel() * data.element_size()
         if self.index.data_nbytes(i) == 0 and self.index.loaded_nbytes(i) > 0:  # written without data: zeros

@@ -14,6 +14,7 @@ import samples
 import torch
 from samples import assert_same, named_tensor, tensor
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tensorizer
 from tensorizer import FormatError, HashMismatchError, LoadError, TensorDeserializer, TensorSerializer, TensorType
@@ -588,6 +589,20 @@ def test_verification_of_a_converted_module_fails_and_is_not_possible_on_the_met
         assert deserializer.verify_module(model)[0] is True
         with pytest.raises(NotImplementedError):
             deserializer.verify_module(nn.Linear(3, 3, device="meta"))
+
+
+def test_verification_names_a_tensor_that_has_no_memory_to_compare():
+    freed = torch.ones(300, 300)
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.ones(300, 300)
+    model = nn.Module()
+    model.register_buffer("mask", torch.ones(300, 300))
+    with open_bytes(module_bytes(model)) as deserializer:
+        for value in (samples.Wrapper(torch.ones(300, 300)), fake, freed):
+            model.mask = value
+            with pytest.raises(NotImplementedError, match=r"'\.mask' cannot be verified"):
+                deserializer.verify_module(model)
 
 
 # --- classes that override what modules do ---------------------------------------------------------------------------

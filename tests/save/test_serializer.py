@@ -15,7 +15,7 @@ import pytest
 import reference_format as fmt
 import samples
 import torch
-from samples import WRONG_ANSWERS, assert_released, assert_same, load, state_dict_bytes, tensor
+from samples import WRONG_ANSWERS, Wrapper, assert_released, assert_same, load, state_dict_bytes, tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType, serialization
@@ -331,21 +331,6 @@ def test_a_transposed_tensor_of_any_dtype_is_stored_in_c_order(dtype):
 
 def quantized(dtype):
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, dtype)
-
-
-class Wrapper(torch.Tensor):
-    """A tensor that says what another one holds, without memory of its own, as quantizing libraries make them."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return cls(func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
 
 
 def fake():
