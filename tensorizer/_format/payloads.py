@@ -14,6 +14,7 @@ from tensorizer._system.devices import empty
 
 __all__ = [
     "adopt",
+    "can_be_filled",
     "check_memory",
     "contiguous",
     "dense_nbytes",
@@ -87,6 +88,11 @@ def check_memory(name: Any, tensor: torch.Tensor, done: str) -> None:
             f"tensor {name!r} cannot be {done}: this {type(tensor).__name__} has no memory that holds all its elements"
             "; give the plain tensors that it stands for"
         )
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements, one after the other, are the memory at its address."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and _has_memory(tensor)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.names import Name
+from tensorizer._format.payloads import can_be_filled
 from tensorizer._format.safetensors import safetensors_dtype
 from tensorizer._load.arguments import target_device
 from tensorizer._load.indices import cover, is_basic
@@ -255,7 +256,7 @@ def _read_plain(
 def _read_to(file: OpenFile, entry: int, want: WantedPart, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
     """The place that a part names, where it can be read to it as it is stored."""
     into = want.into
-    if into is None or not fast or not into.is_contiguous() or into.is_conj() or into.is_neg():
+    if into is None or not fast or not can_be_filled(into):
         return None
     stored = file.stored_dtype(entry)
     if into.dtype != stored or resolve_cuda_device(into.device) != device:

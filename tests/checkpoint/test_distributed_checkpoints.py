@@ -100,6 +100,14 @@ def test_streams_in_memory_and_scalars_of_numpy_come_back_without_a_pickle(tmp_p
     assert (type(target["number"]), target["number"]) == (np.float32, 1.5)
 
 
+def test_a_target_without_memory_of_its_own_is_filled_by_its_own_copy(tmp_path):
+    state = {"w": samples.tensor((300, 300))}
+    save(state, tmp_path)
+    target = {"w": samples.Wrapper(torch.zeros(300, 300))}
+    load(target, tmp_path)
+    assert samples.same(target["w"].inner, state["w"])
+
+
 def test_leaves_beyond_the_marker_and_vetted_objects_come_back(tmp_path):
     state = {"long": list(range(3000)), "device": torch.device("cpu"), "mixed": {"a": (torch.arange(3), 1)}}
     save(state, tmp_path)

@@ -123,6 +123,15 @@ def test_wrong_indices_are_the_errors_of_torch(tmp_path):
             d.get_slices({"a": slice(0, 2)}, out={})
 
 
+def test_a_wrapper_without_memory_of_its_own_is_filled_by_its_own_copy(tmp_path):
+    tensor = samples.tensor((300, 300))
+    write(tmp_path / "f", {"a": tensor})
+    wrapper = samples.Wrapper(torch.zeros(300, 300))
+    with TensorDeserializer(tmp_path / "f", device="cpu", lazy_load=True) as d:
+        d.get_slices({"a": ...}, out={"a": wrapper})
+    assert samples.same(wrapper.inner, tensor)
+
+
 def test_a_slice_reads_the_bytes_that_it_is_made_of(tmp_path):
     tensor = samples.tensor((1024, 2048), torch.float32)  # rows of 8 KiB
     plain = write(tmp_path / "plain", {"a": tensor})

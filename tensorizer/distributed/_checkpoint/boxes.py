@@ -12,6 +12,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
+from tensorizer._format.payloads import can_be_filled
 from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.open_file import OpenFile, file_of
@@ -57,8 +58,7 @@ class WantedBox(NamedTuple):
         target = self.target
         return (
             target.dtype == self.saved.dtype
-            and target.is_contiguous()
-            and not (target.is_conj() or target.is_neg())
+            and can_be_filled(target)
             and (target.device.type == "cpu" or cuda_engine.is_fast_device(target.device))
         )
 
