@@ -26,9 +26,16 @@ from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
-from tensorizer.distributed._checkpoint.json_values import NotSimple, Place, decoded, encoded, load_vetted, torch_saved
+from tensorizer.distributed._checkpoint.json_values import (
+    NotSimple,
+    Place,
+    encoded,
+    from_json,
+    load_vetted,
+    torch_saved,
+)
 from tensorizer.encryption import DecryptionParams, EncryptionParams
-from tensorizer.errors import AuthenticationError, FormatError
+from tensorizer.errors import AuthenticationError, FormatError, named
 from tensorizer.serializer import TensorSerializer
 from tensorizer.signing import PublicKeyArgument
 from tensorizer.stream_io import open_stream
@@ -195,26 +202,35 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             stream_options=options,
             public_key=self._public_key,
         ) as file:
+            shown = shown_location(path)
             text = file.metadata.get(_KEY)
             if text is None:
-                raise FormatError(
-                    f"{shown_location(path)}: wanted a checkpoint of TensorizerCheckpointIO, found other tensors"
-                )
-            moved: dict[str, torch.Tensor] = {}
+                raise FormatError(f"{shown}: wanted a checkpoint of TensorizerCheckpointIO, found other tensors")
+            leaves: dict[tuple[str, str], Place] = {}
 
-            def leaf(content: Any, place: Place) -> Any:
-                name = content["tensor"] if "tensor" in content else content["saved"]
-                if "tensor" in content:
-                    if name not in moved:
-                        moved[name] = _mapped(file[name].detach(), map_location)
-                    return moved[name]
-                data = io.BytesIO(file[name].detach().numpy().tobytes())
+            def referred_to(content: Any, place: Place) -> tuple[str, str]:
+                ((kind, name),) = content.items()
+                if kind not in ("tensor", "saved") or name not in file:
+                    raise ValueError(f"wanted a tensor of the file, found {content!r:.80}")
+                leaves.setdefault((kind, name), place)
+                return kind, name
+
+            def loaded(kind: str, name: str, place: Place) -> Any:
+                tensor = file[name].detach()
+                if kind == "tensor":
+                    return _mapped(tensor, map_location)
+                if tensor.dtype != torch.uint8:
+                    raise FormatError(f"{shown}: tensor {name!r:.80}: wanted bytes, found {tensor.dtype}")
+                data = io.BytesIO(tensor.numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
                 value = load_vetted(".".join(map(str, place)), data, "weights_only=False")
                 return torch.load(torch_saved(value), map_location=where, weights_only=True)
 
-            result: dict[str, Any] = decoded(json.loads(text), leaf)
+            # Twice, because only what the text says may be an error of the file, and not what leaves raise.
+            named(shown, from_json, text, referred_to)
+            values = {(kind, name): loaded(kind, name, place) for (kind, name), place in leaves.items()}
+            result: dict[str, Any] = named(shown, from_json, text, lambda content, _: values[(*content.items(),)[0]])
         return result
 
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:

@@ -299,6 +299,23 @@ def test_keys_may_be_whatever_values_may_be_and_the_first_save_names_the_path_of
     assert path.read_bytes() == before
 
 
+NO_TEXTS_OF_A_CHECKPOINT = [
+    *("", "{", "{}", "[" * 100_000, '{"q":1}', '{"d":5}', '{"d":[[[1],2]]}', '{"n":["<i8",""]}', '{"i":5}'),
+    *('{"x":5}', '{"x":{}}', '{"x":{"tensor":"none"}}', '{"x":{"tensor":["w"]}}', '{"x":{"other":"w"}}'),
+    *('{"x":{"saved":"none"}}', '{"x":{"saved":"w"}}', '{"s":["",-5]}'),
+]
+
+
+@pytest.mark.parametrize("text", NO_TEXTS_OF_A_CHECKPOINT, ids=[text[:24] for text in NO_TEXTS_OF_A_CHECKPOINT])
+def test_a_text_that_no_save_writes_is_an_error_of_the_file_by_its_name(tmp_path, text):
+    path = tmp_path / "altered.ckpt"
+    with TensorSerializer(path, metadata={"lightning.checkpoint": text}) as file:
+        file.write_state_dict({"w": torch.ones(2)})
+    for weights_only in (None, False):
+        with pytest.raises(FormatError, match=r"altered\.ckpt"):
+            TensorizerCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+
+
 def test_checkpoints_that_nobody_signed_are_refused_where_a_key_is_given(tmp_path):
     key = SigningKey.generate()
     path, plugin = tmp_path / "a.ckpt", TensorizerCheckpointIO(public_key=key.public_key)

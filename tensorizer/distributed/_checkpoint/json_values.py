@@ -68,14 +68,14 @@ def to_json(value: Any) -> Optional[str]:
         return None
 
 
-def from_json(text: Union[str, bytes]) -> Any:
-    """The value that :func:`to_json` gave the text for.
+def from_json(text: Union[str, bytes], leaf: Optional[Callable[[Any, Place], Any]] = None) -> Any:
+    """The value that :func:`to_json` gave the text for; `leaf` as for :func:`decoded`.
 
     Raises:
         FormatError: Another text.
     """
     try:
-        return decoded(json.loads(text))
+        return decoded(json.loads(text), leaf)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"a value that is none: {text!r:.80} ({error})") from None
 
