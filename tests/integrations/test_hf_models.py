@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -501,6 +502,32 @@ def test_damaged_weights_are_an_error(tmp_path):
     path.write_bytes(content)
     with pytest.raises(tensorizer.HashMismatchError):
         from_pretrained(None, tmp_path, verify=True)
+
+
+WRONG_MEMBERS = [
+    *({"model_type": ["llama"]}, {"architectures": "LlamaForCausalLM"}, {"architectures": 5}, {"architectures": [5]}),
+    *({"architectures": ["logging"]}, {"architectures": ["AutoTokenizer"]}, {"auto_map": 5}, {"dtype": 5}),
+    *({"_class_name": "utils"}, {"_class_name": ["UNet2DModel"]}),
+]
+
+
+@pytest.mark.parametrize("members", WRONG_MEMBERS, ids=str)
+def test_a_configuration_of_the_wrong_form_is_named(tmp_path, members):
+    if "_class_name" in members:
+        pytest.importorskip("diffusers", reason="diffusers is not installed")
+    save_pretrained(tiny_models.llama(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **members}))
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        from_pretrained(None, tmp_path)
+
+
+def test_a_generation_configuration_of_the_wrong_form_is_named(tmp_path):
+    save_pretrained(tiny_models.llama(), tmp_path)
+    for content in ("[]", "3", "{", "[" * 100_000):
+        (tmp_path / "generation_config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"generation_config\.json"):
+            from_pretrained(None, tmp_path)
 
 
 def test_a_saved_folder_replaces_an_earlier_one(tmp_path):

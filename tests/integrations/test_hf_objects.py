@@ -220,9 +220,11 @@ def test_an_adapter_that_does_not_fit_or_names_no_base_is_an_error(tmp_path):
         from_pretrained(None, tmp_path / "ours")
     from_pretrained(None, tmp_path / "ours", strict=False)
     config = tmp_path / "ours" / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(tmp_path / "base"), ""))
-    with pytest.raises(ValueError, match="base_model_name_or_path"):
-        from_pretrained(None, tmp_path / "ours")
+    values = json.loads(config.read_text())
+    for name in ("", 5, [str(tmp_path / "base")]):
+        config.write_text(json.dumps({**values, "base_model_name_or_path": name}))
+        with pytest.raises(ValueError, match="base_model_name_or_path"):
+            from_pretrained(None, tmp_path / "ours")
     with pytest.raises(TypeError, match="found Linear"):
         load_adapter(torch.nn.Linear(1, 1), tmp_path / "ours")
 

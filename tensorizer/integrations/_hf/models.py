@@ -54,7 +54,7 @@ def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any
         model, info = _filled(builder, config, weights, options, keywords)
     if model is None:
         model, info = _by_library(builder, config, weights, options, keywords)
-    if hasattr(model, "can_generate") and model.can_generate() and folder.has(_GENERATION):
+    if hasattr(model, "can_generate") and model.can_generate() and folder.read_json(_GENERATION) is not None:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(folder.fetch(_GENERATION))
@@ -98,11 +98,11 @@ def _dtype_of(config: Any, weights: Weights, options: LoadOptions) -> torch.dtyp
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if dtype is None:
             dtype = dtype_of_file(weights)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype: wanted a torch.dtype, its name or 'auto', found {options.dtype!r}")
-    return dtype
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        place = f"{weights.folder.label}: {_CONFIG}: " if options.dtype == "auto" else ""
+        raise ValueError(f"{place}dtype: wanted a torch.dtype, its name or 'auto', found {dtype!r:.200}")
+    return named
 
 
 def dtype_of_file(weights: Weights) -> torch.dtype:
@@ -191,6 +191,10 @@ def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[An
     values = folder.read_json(_CONFIG)
     if values is None:
         raise FileNotFoundError(f"{folder.label}: wanted {_CONFIG} in it")
+    for member, kind in (("model_type", str), ("architectures", list), ("auto_map", dict)):
+        found = values.get(member)
+        if not isinstance(found, (kind, type(None))):
+            raise ValueError(f"{folder.label}: {_CONFIG}: wanted a {kind.__name__} as {member}, found {found!r:.200}")
     own = getattr(cls, "config_class", None) or getattr(options.model_class, "config_class", None)
     if own is None and "auto_map" in values and not _is_native(values):
         raise ValueError(
@@ -210,7 +214,7 @@ def _is_native(values: dict[str, Any]) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     named = values.get("architectures") or []
-    return values.get("model_type") in CONFIG_MAPPING and (not named or hasattr(transformers, named[0]))
+    return values.get("model_type") in CONFIG_MAPPING and (not named or hasattr(transformers, str(named[0])))
 
 
 def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOptions) -> Any:
@@ -225,11 +229,12 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOpti
         return options.model_class
     if cls is not None:
         return cls
-    for name in getattr(config, "architectures", None) or []:
+    names = list(map(str, getattr(config, "architectures", None) or []))
+    for name in names:
         found = getattr(transformers, name, None)
-        if found is not None:
+        if hasattr(found, "_from_config") or hasattr(found, "from_config"):
             return found
-    named = ", ".join(getattr(config, "architectures", None) or [])
+    named = ", ".join(names)
     lacks = f"{named}, which transformers {transformers.__version__} does not have" if named else "no class"
     raise ValueError(
         f"{folder.label}: its configuration names {lacks}; pass the class, as the first argument or as model_class="

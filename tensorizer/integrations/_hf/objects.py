@@ -65,8 +65,8 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
     if cls is None:
         name = values.get("_class_name")
         cls = options.model_class or getattr(diffusers, str(name), None)
-        if cls is None:
-            raise ValueError(f"{folder.label}: diffusers has no class {name}; pass the class, or model_class=")
+        if not hasattr(cls, "from_config"):
+            raise ValueError(f"{folder.label}: diffusers has no class {name!s:.200}; pass the class, or model_class=")
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
     with models.empty_on(options.device):
@@ -190,7 +190,7 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """
     values = folder.read_json(_ADAPTER)
     named = values.get("base_model_name_or_path")
-    if not named:
+    if not isinstance(named, str) or not named:
         raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
     if cls is not None and not is_of("peft", cls):
         model, _ = load(cls, named, options.of_base_model())
