@@ -24,6 +24,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import stream_io
+from tensorizer._system.checks import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.serializer import TensorSerializer
@@ -209,7 +210,8 @@ def load_model_folder(
         **deserializer_options: Keywords for :class:`~tensorizer.TensorDeserializer`, such as ``encryption``.
 
     Raises:
-        ValueError: The files leave parameters of the model without a value; the message names some.
+        ValueError: The files leave parameters of the model without a value; the message names some. The configuration
+            is not a JSON object.
         OSError: A file cannot be read. A missing configuration is no error where ``model_class`` needs none.
     """
     options = dict(stream_options or {})
@@ -240,7 +242,7 @@ def _restore_generation_config(model: Any, uri: str, options: dict[str, Any]) ->
         return
     try:
         with stream_io.open_stream(uri, "rb", **options) as stream:
-            values = json.loads(stream.read())
+            values = json_content(shown_location(uri), stream.read())
     except FileNotFoundError:
         return
     except OSError as error:  # stores that may not be listed call a missing file forbidden
@@ -261,7 +263,7 @@ def _load_config(
     uri = _inside(path_uri, f"{model_prefix}-config.json")
     try:
         with stream_io.open_stream(uri, "rb", **options) as stream:
-            values = json.loads(stream.read())
+            values = json_content(shown_location(uri), stream.read())
     except FileNotFoundError:
         if config_class is not None:
             raise

@@ -103,3 +103,14 @@ def test_missing_files_and_missing_tensors_are_named(tmp_path):
 
     with pytest.raises(ValueError, match=r"extra\.weight"):
         tensorizer.load_model(tmp_path, Wider, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"[]", b"5", b"\xff", b"[" * 100_000], ids=["cut", "list", "5", "bytes", "deep"]
+)
+def test_a_configuration_that_is_no_object_of_json_is_named(tmp_path, text):
+    tensorizer.serialize_model(Net(), None, tmp_path)
+    (tmp_path / "model-config.json").write_bytes(text)
+    for configclass in (Config, None):
+        with pytest.raises(ValueError, match=r"model-config\.json"):
+            tensorizer.load_model(tmp_path, Net, configclass, device="cpu")

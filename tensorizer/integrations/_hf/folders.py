@@ -19,6 +19,7 @@ import torch
 from tensorizer import stream_io
 from tensorizer._files.copy import MODEL_ENDINGS, exists
 from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._system.checks import json_content
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError
 
@@ -144,22 +145,10 @@ class ModelFolder:
         return folder
 
     def read_json(self, name: str, kind: type = dict) -> Any:
-        """The content of a small file, a `kind`; ``None`` where there is none.
-
-        Raises:
-            ValueError: It is no JSON, or of another kind.
-        """
+        """The content of a small file, a `kind`; ``None`` where there is none. Raises as :func:`json_content`."""
         if not self.has(name):
             return None
-        path = self.fetch(name) / name
-        try:
-            content = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.label}: {name} is not JSON: {error}") from None
-        if not isinstance(content, kind):
-            found = type(content).__name__
-            raise ValueError(f"{self.label}: {name}: wanted a {kind.__name__} as its content, found a {found}")
-        return content
+        return json_content(f"{self.label}: {name}", (self.fetch(name) / name).read_bytes(), kind)
 
     def close(self) -> None:
         """Removes what was made for this load."""
