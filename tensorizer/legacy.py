@@ -17,6 +17,7 @@ import os
 import tempfile
 import warnings
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -27,6 +28,7 @@ from tensorizer import stream_io
 from tensorizer._system.checks import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
+from tensorizer.errors import FormatError
 from tensorizer.serializer import TensorSerializer
 from tensorizer.utils import get_device, no_init_or_tensor
 
@@ -322,10 +324,18 @@ def load_pretrained(
         path_uri: Folder, ``s3://`` or ``http(s)://`` prefix of ``<prefix>.zip``.
         prefix: Name of the file.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        FormatError: It is not a zip file, or a damaged one.
+        OSError: It cannot be read.
     """
-    with stream_io.open_stream(_inside(path_uri, f"{prefix}.zip"), "rb", **dict(stream_options or {})) as stream:
+    uri = _inside(path_uri, f"{prefix}.zip")
+    with stream_io.open_stream(uri, "rb", **dict(stream_options or {})) as stream:
         data = stream.read()
     with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            archive.extractall(folder)
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                archive.extractall(folder)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+            raise FormatError(f"{shown_location(uri)}: wanted a zip file that can be unpacked: {error}") from None
         return component_class.from_pretrained(folder)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import tensorizer
-from tensorizer import legacy
+from tensorizer import FormatError, legacy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -114,3 +115,18 @@ def test_a_configuration_that_is_no_object_of_json_is_named(tmp_path, text):
     for configclass in (Config, None):
         with pytest.raises(ValueError, match=r"model-config\.json"):
             tensorizer.load_model(tmp_path, Net, configclass, device="cpu")
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "a byte", "no zip"])
+def test_a_zip_file_that_cannot_be_unpacked_is_named(tmp_path, damage):
+    class Component:
+        def save_pretrained(self, folder):
+            Path(folder, "vocabulary.txt").write_text("a b c " * 100)
+
+    legacy.serialize_pretrained(Component(), tmp_path, "tokenizer")
+    path = tmp_path / "tokenizer.zip"
+    content = bytearray(path.read_bytes())
+    content[48] ^= 0xFF  # in the packed text
+    path.write_bytes({"empty": b"", "cut": content[:-30], "a byte": content, "no zip": b"<html></html>"}[damage])
+    with pytest.raises(FormatError, match=r"tokenizer\.zip"):
+        legacy.load_pretrained(Component, tmp_path, "tokenizer")
