@@ -12,7 +12,7 @@ import tiny_models
 from servers import hub_repository
 
 import tensorizer
-from tensorizer import SigningKey
+from tensorizer import FormatError, SigningKey
 from tensorizer.integrations._hf import folders
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
@@ -183,3 +183,16 @@ def test_a_revision_stays_inside_of_the_cache(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="revision"):
             from_pretrained(None, "org/name", revision=revision)
     assert list(tmp_path.rglob("outside")) == []
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["cut", "list", "bytes", "deep"])
+def test_an_index_of_shards_in_the_cache_that_is_none_is_named(tmp_path, monkeypatch, text):
+    constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--name"
+    save_pretrained(tiny_models.llama(), repository / "snapshots" / FIRST, max_shard_size="20KB")
+    (repository / "snapshots" / FIRST / "model.tensors.index.json").write_bytes(text)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(FIRST)
+    with pytest.raises(FormatError, match=r"model\.tensors\.index\.json"):
+        from_pretrained(None, "org/name", local_files_only=True)

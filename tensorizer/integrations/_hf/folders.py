@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import glob
-import json
 import re
 import shutil
 import tempfile
@@ -16,12 +15,12 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer import stream_io
+from tensorizer import _C, stream_io
 from tensorizer._files.copy import MODEL_ENDINGS, exists
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.checks import json_content
 from tensorizer._system.redaction import shown_location, shown_uri
-from tensorizer.errors import StreamNotFoundError
+from tensorizer.errors import StreamNotFoundError, named
 
 __all__ = ["MANIFEST", "LoadOptions", "LocalFolder", "ModelFolder", "RemoteFolder", "is_weight", "open_folder"]
 
@@ -347,10 +346,10 @@ class _CachedRepo(ModelFolder):
     def _weight(self, name: str) -> Any:
         self._fetch([name, f"{name}.sig"])  # a signature is looked for beside the weights
         if name.endswith(".json"):  # an index, and all of its shards have to be there
-            shards = json.loads((self._folder / name).read_bytes()).get("weight_map")
+            index = self._folder / name
+            shards, _ = named(str(index), _C.parse_shard_index, index.read_bytes())
             below = name.rpartition("/")[0]
-            files = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
-            files = [f"{below}/{file}" if below else file for file in files]
+            files = [f"{below}/{file}" if below else file for file in sorted({*shards.values()})]
             self._fetch([*files, *(f"{file}.sig" for file in files)])
         return str(self._folder / name)
 
