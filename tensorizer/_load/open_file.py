@@ -241,13 +241,17 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         return False if False in found else True if True in found else None
 
     def verify_index(self) -> None:
-        """Compares the index with its digest, where the file has one.
+        """Compares the indexes with their digests, where the files have some.
 
         Raises:
             HashMismatchError: They disagree.
         """
-        if self.index_matches is False:
-            raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
+        for reader in self.readers:
+            if reader.index.index_matches is False:
+                wrong = "the index does not match its digest: entries or metadata were changed"
+                error = HashMismatchError(f"{reader.source_name}: {wrong}")
+                error.source = reader.source_name
+                raise error
 
     @property
     def authenticated(self) -> Optional[str]:

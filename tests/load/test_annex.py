@@ -329,7 +329,7 @@ def test_sections_that_nobody_must_know_are_skipped_and_an_annex_needs_no_digest
             assert found.metadata == {"k": "v"}
 
 
-def test_an_index_that_was_changed_does_not_match_its_digest():
+def test_an_index_that_was_changed_does_not_match_its_digest_and_its_file_is_named(tmp_path):
     data = bytearray(with_sections([(METADATA, 0, b"{}")], [entry("aa"), entry("bb")]))
     at = data.index(b"bb", 73)
     data[at : at + 2] = b"cc"
@@ -337,8 +337,12 @@ def test_an_index_that_was_changed_does_not_match_its_digest():
     data[record : record + 2] = b"cc"
     with opened(bytes(data), lazy_load=True) as found:  # nothing else tells
         assert list(found) == ["aa", "cc"]
-    with pytest.raises(HashMismatchError, match="index"):
-        opened(bytes(data), verify_hash=True)
+    (tmp_path / "one.tensors").write_bytes(data)
+    (tmp_path / "one.tensors.index.json").write_text('{"weight_map": {"aa": "one.tensors"}}')
+    for source in (tmp_path / "one.tensors", tmp_path / "one.tensors.index.json"):
+        with pytest.raises(HashMismatchError, match=r"one\.tensors: the index") as caught:
+            TensorDeserializer(source, device="cpu", verify_hash=True)
+        assert caught.value.source == str(tmp_path / "one.tensors")
 
 
 def test_an_annex_of_two_mebibytes_is_kept():
