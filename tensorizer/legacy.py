@@ -25,7 +25,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import stream_io
-from tensorizer._system.checks import json_content
+from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import FormatError

@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import io
+import json
 import os
 import stat
 import tempfile
@@ -35,6 +36,7 @@ __all__ = [
     "describe",
     "inside",
     "is_path",
+    "json_content",
     "lent",
     "nothing",
     "open_source",
@@ -163,6 +165,21 @@ def read_checked(
             if opened.source.drop_copy():
                 error.args = (f"{error}; the cached copy was removed; try again",)
             raise
+
+
+def json_content(name: str, text: bytes, kind: type = dict) -> Any:
+    """What a small file of JSON holds, a `kind`.
+
+    Raises:
+        ValueError: It is no JSON, or of another kind.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(content, kind):
+        raise ValueError(f"{name}: wanted a {kind.__name__} as its content, found a {type(content).__name__}")
+    return content
 
 
 def _read_whole(source: _C.RangeSource) -> bytes:

@@ -6,7 +6,6 @@ type or the number that was found; a text they never show.
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any, Optional
 
 from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
-__all__ = ["binary_mode", "buffer_size", "integer", "json_content", "seconds", "text", "thread_limit"]
+__all__ = ["binary_mode", "buffer_size", "integer", "seconds", "text", "thread_limit"]
 
 
 def text(name: str, value: Any) -> str:
@@ -46,21 +45,6 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
     if not least <= number <= most:
         raise ValueError(f"{name}: wanted {wanted}, found {_shown(number)}")
     return number
-
-
-def json_content(name: str, text: bytes, kind: type = dict) -> Any:
-    """What a small file of JSON holds, a `kind`.
-
-    Raises:
-        ValueError: It is no JSON, or of another kind.
-    """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
-    if not isinstance(content, kind):
-        raise ValueError(f"{name}: wanted a {kind.__name__} as its content, found a {type(content).__name__}")
-    return content
 
 
 def buffer_size(value: Any, default: int) -> int:

@@ -17,8 +17,8 @@ import torch
 
 from tensorizer import _C, stream_io
 from tensorizer._files.copy import MODEL_ENDINGS, exists
+from tensorizer._io.sources import json_content
 from tensorizer._io.uri import local_path, scheme_of
-from tensorizer._system.checks import json_content
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError, named
 
