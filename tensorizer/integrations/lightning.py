@@ -230,7 +230,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             # Twice, because only what the text says may be an error of the file, and not what leaves raise.
             named(shown, from_json, text, referred_to)
             values = {(kind, name): loaded(kind, name, place) for (kind, name), place in leaves.items()}
-            result: dict[str, Any] = named(shown, from_json, text, lambda content, _: values[(*content.items(),)[0]])
+            result: dict[str, Any] = named(shown, from_json, text, lambda *leaf: values[referred_to(*leaf)])
         return result
 
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:

@@ -98,11 +98,11 @@ def _dtype_of(config: Any, weights: Weights, options: LoadOptions) -> torch.dtyp
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if dtype is None:
             dtype = dtype_of_file(weights)
-    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(named, torch.dtype):
+    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype):
         place = f"{weights.folder.label}: {_CONFIG}: " if options.dtype == "auto" else ""
         raise ValueError(f"{place}dtype: wanted a torch.dtype, its name or 'auto', found {dtype!r:.200}")
-    return named
+    return chosen
 
 
 def dtype_of_file(weights: Weights) -> torch.dtype:
