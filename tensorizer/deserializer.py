@@ -455,7 +455,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             FormatError: Two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds nested containers; use ``m.load_state_dict(...)`` with one of
-                :meth:`tree`.
+                :meth:`tree`. Or `m` has DTensors, and is as it was; use
+                :func:`tensorizer.distributed.load_sharded`.
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`.
         """

@@ -22,7 +22,7 @@ import tensorizer.distributed as td
 from tensorizer import AuthenticationError, DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer
 from tensorizer.distributed import _exchange, _loading
 from tensorizer.errors import CryptographyError, HashMismatchError, LoadError, StreamError
-from tensorizer.torch import save_file, save_model
+from tensorizer.torch import load_model, save_file, save_model
 
 assert td.load, td.load_sharded  # imported now, once for all ranks
 
@@ -411,6 +411,28 @@ def load_modules(folder: Path) -> None:
                 assert all(p.requires_grad for p in model.parameters())
 
     run_ranks(4, work)
+
+
+def give_whole_tensors(folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    samples.write_module(folder / "m", model)
+    save_model(model, folder / "f")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def load_into_module() -> None:
+        TensorDeserializer(folder / "m", device="cpu").load_into_module(model)
+
+    def work(rank: int) -> None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        for load in (load_into_module, lambda: load_model(model, folder / "f")):
+            with pytest.raises(NotImplementedError, match=r"'embed\.weight' is a DTensor .*load_sharded"):
+                load()
+        for name, parameter in model.named_parameters():
+            assert samples.same(parameter.full_tensor().detach(), before[name])
+
+    run_ranks(2, work)
 
 
 class Turned(torch.nn.Module):

@@ -18,7 +18,7 @@ from tensorizer._format.extra_state import is_without_state, modules_of, state_n
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
-__all__ = ["ModuleView", "Slot", "decide", "names_by_tensor", "shown"]
+__all__ = ["ModuleView", "Slot", "decide", "is_dtensor", "names_by_tensor", "shown"]
 
 
 class Slot(NamedTuple):
@@ -119,6 +119,11 @@ class ModuleView:
         there = [name for name in self.takers if any(name in names for names in supplied)]
         first = {id(self.takers[name]): name for name in reversed(there)}
         return {n: n if n in there else first[id(m)] for n, m in self.takers.items() if id(m) in first}
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor, of which each rank holds a part."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def names_by_tensor(values: Mapping[str, Any]) -> list[list[str]]:

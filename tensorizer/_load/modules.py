@@ -16,7 +16,7 @@ from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
 from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide, shown
+from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit
@@ -177,6 +177,7 @@ class ModuleFill:
         Raises:
             KeyError: The module has no such submodule, or something else of the name.
             LoadError: Tensors have another shape or kind; with `strict`, all that load_state_dict refuses.
+            NotImplementedError: The module has a DTensor for a tensor of the file.
         """
         begin = time.perf_counter()
         self.check()
@@ -200,6 +201,12 @@ class ModuleFill:
 
     def check(self) -> None:
         """Refuses what does not fit, and finds the places of tensors that the module has no place for yet."""
+        sharded = [name for name, slot in self._slots.items() if name in self._stored and is_dtensor(slot.tensor)]
+        if sharded:
+            raise NotImplementedError(
+                f"{self.report.source}: {sharded[0]!r} is a DTensor in {self.report.module}, and a whole tensor cannot "
+                "take its place; tensorizer.distributed.load_sharded gives each rank its part"
+            )
         report, refused = self.report, [] if self._how.ignores_sizes else list(self.report.mismatched)
         if self._how.by_modules and not self._strict:
             refused = [row for row in refused if not self._is_meta(row.name)]

@@ -14,7 +14,7 @@ import torch
 from tensorizer._format.extra_state import gives_state, state_name, takes_state
 from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide, names_by_tensor, shown
+from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, names_by_tensor, shown
 from tensorizer._load.modules import as_trainable_as
 from tensorizer._load.parts import get_slice
 from tensorizer._load.report import LoadReport
@@ -58,7 +58,7 @@ class ShardedFill:
         if self._view is None:
             assert not isinstance(target, torch.nn.Module)
             # Extra state is replaced, whatever was there: its next shape is for its module to say.
-            values = {n: None if _is_state_name(n) and not _is_dtensor(value) else value for n, value in target.items()}
+            values = {n: None if _is_state_name(n) and not is_dtensor(value) else value for n, value in target.items()}
             self._stored = _stored_names(values, in_file)
             self._states = {n: s for n, s in states.items() if n in values and n not in self._stored}
             groups = names_by_tensor({name: value for name, value in values.items() if name not in self._states})
@@ -111,7 +111,7 @@ class ShardedFill:
 
     def _is_filled(self, name: str) -> bool:
         """Whether the target keeps what it has under a name as one tensor, whose data alone are loaded."""
-        return self._view is not None or _is_dtensor(self._values[name])
+        return self._view is not None or is_dtensor(self._values[name])
 
     def _add(self, name: str, names: Sequence[str]) -> None:
         """Finds the place of the tensor that `names` of the target are, which the file has under the first argument."""
@@ -135,7 +135,7 @@ class ShardedFill:
     def _part(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Part:
         """Where this rank's part of a tensor of the file goes; notes what is new."""
         value = self._values[name]
-        planned = None if _is_dtensor(value) else self._planned(names)
+        planned = None if is_dtensor(value) else self._planned(names)
         # What a plan cuts may have another shape than in the file: it is replaced.
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and planned is None:
             raise LoadError(
@@ -145,7 +145,7 @@ class ShardedFill:
         if dtype.is_floating_point != found.is_floating_point or dtype.is_complex != found.is_complex:
             raise LoadError(f"{self._source}: tensor {name!r:.200}: wanted {dtype}, found {found}")
         in_place = isinstance(value, torch.Tensor) and not value.is_meta
-        if _is_dtensor(value):
+        if is_dtensor(value):
             mesh, placements = value.device_mesh, value.placements
             box = self._box(name, shape, mesh, placements)
             local = value.to_local().detach()
@@ -319,10 +319,6 @@ def _stored_names(values: Container[str], in_file: Collection[str]) -> dict[str,
         plain = shown(stored)
         found[stored if stored in values or plain in in_file else plain] = stored
     return found
-
-
-def _is_dtensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def _tensor_module() -> Any:

@@ -73,6 +73,10 @@ def test_modules_of_fsdp_and_tensor_parallelism_are_filled_on_meta_and_in_place(
     ranks_do(fresh_process, "load_modules", tmp_path)
 
 
+def test_a_module_of_dtensors_refuses_whole_tensors_and_stays_as_it_was(fresh_process, tmp_path):
+    ranks_do(fresh_process, "give_whole_tensors", tmp_path)
+
+
 def test_modules_are_filled_whose_tensors_the_file_calls_otherwise_or_lacks_by_right(fresh_process, tmp_path):
     ranks_do(fresh_process, "load_what_state_dicts_call_otherwise", tmp_path)
 
