@@ -12,24 +12,7 @@ from typing import Any, Optional, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._system.config import env_text
-from tensorizer.errors import CryptographyError
-
-__all__ = [
-    "BytesLike",
-    "CryptographyError",
-    "Immutable",
-    "Key",
-    "Provided",
-    "available",
-    "passphrase_bytes",
-    "require_crypto",
-    "salt_bytes",
-    "same_bytes",
-    "same_key",
-    "secret_from_bytes",
-    "secret_from_file",
-    "secret_of",
-]
+from tensorizer.errors import CryptographyError as CryptographyError  # callers may look for it here
 
 # --- whether encryption works here, and with which kernel -----------------------------------------------------------
 

@@ -10,8 +10,6 @@ from tensorizer import _C
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
-__all__ = ["check_decryption", "check_encryption", "encryption_key", "key_ring", "public_key_bytes", "signer_of"]
-
 
 def check_decryption(params: object) -> None:
     """Refuses anything but usable ``DecryptionParams`` or ``None``.

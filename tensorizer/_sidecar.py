@@ -25,17 +25,6 @@ from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
 
-__all__ = [
-    "PICKLE_FOR_LOADING",
-    "LoadSession",
-    "SafeUnpickler",
-    "SaveSession",
-    "current_load",
-    "default_load",
-    "default_save",
-    "pickle_for_saving",
-]
-
 # A persistent id: (marker, version, kind, index in the sidecar, dtype of a typed storage or None).
 _MARKER = "TensorizerPickler"
 _VERSION = 0

@@ -25,20 +25,6 @@ from tensorizer._save.session import check_metadata
 from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError, named
 
-__all__ = [
-    "Contents",
-    "check_state_dict",
-    "contents_of_file",
-    "contents_of_tensors",
-    "files_of_index",
-    "module_contents",
-    "not_storable",
-    "pickled_files",
-    "read_pickled",
-    "state_dict_contents",
-    "state_of",
-]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 

@@ -26,8 +26,6 @@ from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["ConversionReport", "convert"]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 

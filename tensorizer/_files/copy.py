@@ -20,18 +20,6 @@ from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = [
-    "MODEL_ENDINGS",
-    "check_target",
-    "copies_beside",
-    "copy_file",
-    "exists",
-    "other_forms",
-    "remove_files",
-    "sha256_of_file",
-    "signature_beside",
-]
-
 _PIECE_NBYTES = 1 << 20
 _NOT_WRITABLE = ("http", "https", "redis", "rediss")  # opening the target says so
 

@@ -17,8 +17,6 @@ from tensorizer._io.access import Access
 from tensorizer._load.open_file import BATCH_NBYTES, OpenFile, open_whole
 from tensorizer._system.sizes import runs
 
-__all__ = ["Change", "DiffReport", "diff"]
-
 
 class Change(NamedTuple):
     """A tensor that both files have, with other content."""

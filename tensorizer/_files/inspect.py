@@ -13,8 +13,6 @@ from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access
 from tensorizer._load.open_file import open_whole
 
-__all__ = ["FileInfo", "TensorInfo", "inspect", "is_encrypted"]
-
 _KINDS = {TensorType.PARAM: "parameter", TensorType.BUFFER: "buffer", TensorType.STATE_DICT: "state_dict"}
 
 

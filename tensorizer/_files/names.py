@@ -13,8 +13,6 @@ from tensorizer._format.tree import branch
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 
-__all__ = ["flat_name", "flat_names", "state_dict_of"]
-
 
 def flat_name(name: Name, type: TensorType) -> str:
     """A name without the dot in front that modules give tensors of their root; the steps of a path joined by dots."""

@@ -22,8 +22,6 @@ from tensorizer.errors import StreamExistsError, StreamNotFoundError, named
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
 
-__all__ = ["SignReport", "sign"]
-
 
 @dataclass(frozen=True)
 class SignReport:

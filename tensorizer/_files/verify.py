@@ -18,8 +18,6 @@ from tensorizer.errors import CryptographyError, FormatError, HashMismatchError,
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["Mismatch", "VerifyReport", "check_all", "sha256_of_hub_file", "verify"]
-
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 

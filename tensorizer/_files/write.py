@@ -42,8 +42,6 @@ from tensorizer._system.sizes import runs
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import progress_reporter
 
-__all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_contents"]
-
 FORMATS = ("tensors", "safetensors")
 
 TIES = ("once", "twice", "error")

@@ -11,22 +11,6 @@ import torch
 
 from tensorizer.errors import FormatError
 
-__all__ = [
-    "CASTABLE",
-    "ELEMENT_TYPES",
-    "INTEGER_OF_WIDTH",
-    "OPAQUE_SEPARATOR",
-    "LoadedDtype",
-    "casts",
-    "dtype_text",
-    "known_dtype",
-    "numpy_has",
-    "resolve",
-    "stored_for_array",
-    "stored_for_tensor",
-    "torch_dtype",
-]
-
 OPAQUE_SEPARATOR = "\0"
 
 # torch dtypes with a numpy counterpart, by what numpy calls them

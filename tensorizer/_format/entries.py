@@ -12,8 +12,6 @@ from tensorizer._format import dtypes
 from tensorizer._format.names import Name
 from tensorizer.errors import FormatError
 
-__all__ = ["FileFeatureFlags", "FilterFuncType", "HashType", "TensorEntry", "TensorHash", "TensorType"]
-
 #: Called with a plain name or a tuple of ``str`` and ``int``; the result is judged by truthiness.
 FilterFuncType = Callable[[Name], Any]
 

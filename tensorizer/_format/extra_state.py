@@ -19,20 +19,6 @@ from tensorizer._format.payloads import contiguous, dense_nbytes, stored_dtype
 from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
-__all__ = [
-    "KEY",
-    "Nodes",
-    "check_module",
-    "gives_state",
-    "is_without_state",
-    "modules_of",
-    "pack",
-    "state_name",
-    "takes_state",
-    "to_text",
-    "unpack",
-]
-
 #: Under which name the text is among the metadata.
 KEY = "tensorizer.extra_state"
 

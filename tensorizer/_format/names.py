@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Optional, Union
 
-__all__ = ["Key", "Name", "Path", "display", "double_name", "listed", "name_of", "name_text", "path_of"]
-
 # Names in a message that is about many tensors.
 _SHOWN_NAMES = 5
 

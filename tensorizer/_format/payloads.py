@@ -12,17 +12,6 @@ import torch
 from tensorizer._format import dtypes
 from tensorizer._system.devices import empty
 
-__all__ = [
-    "adopt",
-    "can_be_filled",
-    "check_memory",
-    "contiguous",
-    "dense_nbytes",
-    "is_copied",
-    "same_bits",
-    "stored_dtype",
-]
-
 _MAX_DIMENSIONS = 255
 
 

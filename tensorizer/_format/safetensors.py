@@ -12,8 +12,6 @@ from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer.errors import UnsupportedContentError
 
-__all__ = ["METADATA", "Entry", "canonical_order", "check_entries", "header_bytes", "safetensors_dtype"]
-
 METADATA = "__metadata__"
 
 

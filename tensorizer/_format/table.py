@@ -11,8 +11,6 @@ from tensorizer._format.entries import TensorEntry, TensorType
 from tensorizer._format.names import path_of
 from tensorizer._system.sizes import convert_bytes
 
-__all__ = ["entries_table"]
-
 # A notebook keeps what it shows: tens of thousands of rows would make it unusable.
 _MAX_ROWS = 500
 

@@ -11,8 +11,6 @@ import torch
 
 from tensorizer._format.names import Key, Name, Path, display
 
-__all__ = ["Node", "branch", "build_tree", "flatten", "leaves", "read_only"]
-
 #: A layer of names; a leaf is the number of its entry.
 Node = dict[Key, Any]
 

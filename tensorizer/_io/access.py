@@ -13,8 +13,6 @@ from tensorizer._system.config import env_int
 if TYPE_CHECKING:
     from tensorizer.progress import ProgressArgument
 
-__all__ = ["NOBODY", "Access", "Trust"]
-
 
 class Trust(NamedTuple):
     """Who may vouch for a file, and whether somebody has to."""

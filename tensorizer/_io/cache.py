@@ -29,17 +29,6 @@ from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import StreamError, StreamNotFoundError
 
-__all__ = [
-    "Cache",
-    "CacheOptions",
-    "CachedFile",
-    "CachedObject",
-    "http_location",
-    "open_to_look",
-    "parse_about",
-    "version_of_info",
-]
-
 logger = logging.getLogger("tensorizer.cache")
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")

@@ -18,8 +18,6 @@ from typing import Any, Optional
 from tensorizer._system.config import env_text
 from tensorizer.errors import StreamError
 
-__all__ = ["CAInfo", "TrustAnchors", "check_certificates", "named_trust", "system_trust", "trust_for"]
-
 _logger = logging.getLogger("tensorizer")
 
 # Debian and Ubuntu; RHEL 8 to 10 and Amazon Linux 2023; Fedora 43 and RHEL 11; SUSE; others; older systems.

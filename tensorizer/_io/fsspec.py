@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.cache import Cache, CachedFile
 
-__all__ = ["FsspecReader", "FsspecWriter", "open", "remove"]
-
 _CONNECTIONS = 8
 _UNIT_NBYTES = 8 << 20
 _GAP_NBYTES = 1 << 20

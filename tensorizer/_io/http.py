@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.cache import CachedObject
 
-__all__ = ["CURLStreamFile"]
-
 _LAST_POSITION = (1 << 63) - 1  # no object is longer
 _DEFAULT_BUFFER_NBYTES = 16 << 20
 

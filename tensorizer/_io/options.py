@@ -20,8 +20,6 @@ from tensorizer._version import __version__
 if TYPE_CHECKING:
     from tensorizer import _C
 
-__all__ = ["HTTPOptions"]
-
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 # A range, or a condition on it, of the caller's would contradict those that every request needs.
 _OWN_HEADERS = frozenset({"range", "if-range", "if-match", "if-unmodified-since"})

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from tensorizer._io.certificates import CAInfo
 
-__all__ = ["RedisAddress", "RedisStreamFile", "export_to_redis", "parse_redis_address"]
-
 DEFAULT_PORT = 6379
 DEFAULT_CONNECTIONS = 4
 # More than that are so many.

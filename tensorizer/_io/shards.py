@@ -21,17 +21,6 @@ from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError, named
 
-__all__ = [
-    "OpenedFiles",
-    "OpenedShards",
-    "index_bytes",
-    "index_name",
-    "names_of_model",
-    "nbytes_of",
-    "open_files",
-    "shard_names",
-]
-
 # Tried in this order where a folder cannot be listed, and preferred where it can.
 TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
 MAX_INDEX_NBYTES = 100_000_000

@@ -16,8 +16,6 @@ from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
 from tensorizer.errors import stream_errors
 
-__all__ = ["FileAccess", "NewFile", "OpenedSink", "WholeFile", "open_sink", "place_of_new_file"]
-
 _MODE_WANTED = "wb+"
 
 # Of a repository in a cache of huggingface_hub: names below snapshots/ are links to files below blobs/.

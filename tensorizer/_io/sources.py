@@ -20,32 +20,6 @@ from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import expanded, local_path, scheme_of
 from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
 
-__all__ = [
-    "HEAD_NBYTES",
-    "Lent",
-    "OpenedSource",
-    "PathArgument",
-    "ReadableFile",
-    "ReadintoFile",
-    "SourceArgument",
-    "TargetArgument",
-    "WritableFile",
-    "begins_as_tensors",
-    "check_binary",
-    "check_stream_options",
-    "describe",
-    "inside",
-    "is_path",
-    "json_content",
-    "lent",
-    "nothing",
-    "open_source",
-    "read_checked",
-    "real_file",
-    "reopener",
-]
-
-
 # --- what callers may pass as ``file_obj``, for type checkers and readers -------------------------------------------
 
 

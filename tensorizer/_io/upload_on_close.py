@@ -16,8 +16,6 @@ from typing import Any, BinaryIO, Optional, cast
 
 from tensorizer import _C  # first: it gives unfinished uploads up at exit, after what is registered here
 
-__all__ = ["UploadOnClose", "tell_if_unclosed"]
-
 logger = logging.getLogger("tensorizer.stream_io")
 
 _open_files: weakref.WeakSet[UploadOnClose] = weakref.WeakSet()

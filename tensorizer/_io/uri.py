@@ -9,17 +9,6 @@ from typing import Any, NamedTuple, Optional
 
 from tensorizer._system.redaction import CONTAINER_SCHEMES
 
-__all__ = [
-    "LOCAL_SCHEMES",
-    "SplitURI",
-    "expanded",
-    "identity_of",
-    "local_path",
-    "path_of_file_uri",
-    "scheme_of",
-    "split_uri",
-]
-
 # URIs that name paths; the second is fsspec's word.
 LOCAL_SCHEMES = ("file", "local")
 

@@ -13,8 +13,6 @@ from tensorizer.errors import StreamError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["WindowedReader"]
-
 # The window begins small, so that jumping around costs little, and doubles while reads go straight on.
 _FIRST_WINDOW_NBYTES = 256 << 10
 # From here on, bytes go from the connection to their destination without a stop in the window.

@@ -11,8 +11,6 @@ import torch
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 
-__all__ = ["DeviceArgument", "DeviceChooser", "as_device", "check_dtype", "check_filter", "maps", "target_device"]
-
 _Device = Union[torch.device, str, int]
 #: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
 #: wins, as in a ``device_map``); or a callable that is given each name.

@@ -13,8 +13,6 @@ from tensorizer._io.uri import scheme_of
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError, StreamNotFoundError, named
 
-__all__ = ["MAX_SIGNATURE_NBYTES", "authenticate", "signature_place"]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 MAX_SIGNATURE_NBYTES = 100_000_000

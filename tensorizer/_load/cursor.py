@@ -15,8 +15,6 @@ from tensorizer._format.names import Name
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import tensor_error
 
-__all__ = ["ArrayItem", "Cursor", "TensorItem"]
-
 #: Module index, type, name, parameter.
 TensorItem = tuple[int, TensorType, Name, torch.nn.Parameter]
 #: Module index, type, name, array, is opaque, torch dtype name.

@@ -18,8 +18,6 @@ from tensorizer._format.extra_state import is_without_state, modules_of, state_n
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
-__all__ = ["ModuleView", "Slot", "decide", "is_dtensor", "names_by_tensor", "shown"]
-
 
 class Slot(NamedTuple):
     """A place of a module where a tensor belongs, or may belong."""

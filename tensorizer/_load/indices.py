@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["cover", "is_basic"]
-
 _BASIC = frozenset({int, slice, type(...), type(None)})
 
 

@@ -14,8 +14,6 @@ from tensorizer._io.shards import OpenedShards
 from tensorizer._load.reader import FileReader
 from tensorizer.errors import FormatError
 
-__all__ = ["JoinedIndex", "join"]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 

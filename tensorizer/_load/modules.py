@@ -23,18 +23,6 @@ from tensorizer._load.report import LoadReport, Misfit
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.errors import LoadError
 
-__all__ = [
-    "Filling",
-    "LoadedCount",
-    "ModuleFill",
-    "as_trainable_as",
-    "insert_into_module",
-    "live_tensors",
-    "module_names",
-    "place",
-    "verify_module",
-]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 

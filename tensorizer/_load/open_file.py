@@ -47,8 +47,6 @@ from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
 from tensorizer.progress import progress_reporter
 
-__all__ = ["BATCH_NBYTES", "OpenFile", "file_of", "open_file", "open_whole"]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 #: Memory for payloads that are on their way from file to file, unless one tensor alone is larger.

@@ -19,8 +19,6 @@ from tensorizer._load.reader import FileReader, no_collections, tensor_error
 from tensorizer._system import cuda_engine
 from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
 
-__all__ = ["TensorSlice", "WantedPart", "get_slice", "get_slices", "read_parts", "slices"]
-
 # Files read at a time, as for whole tensors.
 _FILES_AT_ONCE = 4
 

@@ -31,23 +31,6 @@ from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 
-__all__ = [
-    "AS_STORED",
-    "Converters",
-    "DirectIO",
-    "FileReader",
-    "Handle",
-    "LoadedBatch",
-    "PendingBatch",
-    "Progress",
-    "ReadOptions",
-    "file_error",
-    "missing_hashes",
-    "no_collections",
-    "open_reader",
-    "tensor_error",
-]
-
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 _BATCH_NBYTES = 256 << 20
 

@@ -12,8 +12,6 @@ import torch
 
 from tensorizer.errors import LoadError
 
-__all__ = ["LoadReport", "Misfit", "RankReport", "kind_of"]
-
 _MAX_LINES = 100  # of a cell in a notebook
 
 

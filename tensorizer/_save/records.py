@@ -15,19 +15,6 @@ from tensorizer._format.extra_state import gives_state, modules_of
 from tensorizer._format.names import Name, Path, name_of, path_of
 from tensorizer._format.payloads import stored_dtype
 
-__all__ = [
-    "ModuleTensor",
-    "Record",
-    "Tie",
-    "check_name",
-    "extra_states",
-    "modules_with_extra_state",
-    "place_of",
-    "record_of",
-    "ties_of",
-    "walk_module",
-]
-
 #: Path of the alias, path of its target, whether the alias's data are written too.
 Tie = tuple[Path, Path, bool]
 

@@ -16,17 +16,6 @@ from tensorizer._save.records import Record, Tie
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
 
-__all__ = [
-    "HASH_NAMES",
-    "batches_to_copy",
-    "check_hashes",
-    "check_metadata",
-    "memory_of",
-    "on_fast_device",
-    "tensors_file",
-    "write_tensors",
-]
-
 HASH_NAMES = ("crc32", "sha256")
 
 # Bytes of copies (non-contiguous tensors, other devices) that exist at a time.

@@ -11,8 +11,6 @@ import re
 from pathlib import Path
 from typing import Optional
 
-__all__ = ["available_nbytes", "memory_available", "memory_limit"]
-
 # cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
 _UNLIMITED = 1 << 60
 

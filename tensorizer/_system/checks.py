@@ -13,8 +13,6 @@ from typing import Any, Optional
 
 from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
-__all__ = ["binary_mode", "buffer_size", "integer", "seconds", "text", "thread_limit"]
-
 
 def text(name: str, value: Any) -> str:
     """`value`, if it is a ``str`` that can be sent.

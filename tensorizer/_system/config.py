@@ -5,19 +5,6 @@ from __future__ import annotations
 import os
 from typing import Optional
 
-__all__ = [
-    "MAX_SECONDS",
-    "env_int",
-    "env_seconds",
-    "env_text",
-    "http_proxy_is_named",
-    "http_proxy_is_secure",
-    "is_secure_proxy",
-    "ranks_of_node",
-    "share_of_node",
-    "wanted_seconds",
-]
-
 # Eleven days: longer times are as long, so that sums of them overflow nowhere.
 MAX_SECONDS = 1_000_000
 # What libcurl reads for plain HTTP, in its order.

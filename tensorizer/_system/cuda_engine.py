@@ -12,17 +12,6 @@ from tensorizer import _C
 from tensorizer._system.config import env_int, env_seconds, env_text, share_of_node
 from tensorizer._system.devices import empty, ordinary_tensors
 
-__all__ = [
-    "allocate",
-    "converting_engine_for",
-    "engine_for",
-    "is_fast_device",
-    "on_current_streams",
-    "set_ring_size",
-    "use_driver_library",
-    "why_host_decrypts",
-]
-
 _MEBIBYTE = 1 << 20
 # 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
 DEFAULT_RING_SLOTS = 16

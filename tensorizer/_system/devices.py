@@ -7,8 +7,6 @@ from typing import Callable
 
 import torch
 
-__all__ = ["empty", "ordinary_tensors", "resolve_cuda_device"]
-
 # torch.empty as torch made it: `utils.no_init_or_tensor` puts another function there, which is for models alone.
 empty: Callable[..., torch.Tensor] = getattr(torch._C, "_VariableFunctions").empty  # noqa: B009 - has no stub
 

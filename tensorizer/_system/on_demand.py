@@ -10,8 +10,6 @@ from importlib.abc import InspectLoader
 from types import CodeType
 from typing import Any, cast
 
-__all__ = ["names_on_demand"]
-
 
 def names_on_demand(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a module, for the names that it imports for type checkers only.

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["CountedPatch"]
-
 _Value = TypeVar("_Value")
 
 

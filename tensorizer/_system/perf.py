@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from tensorizer._system.config import env_text
 
-__all__ = ["enabled", "measured", "totals"]
-
 #: Whether counting was on when the package was imported.
 enabled: bool = env_text("TENSORIZER_ENABLE_PERF_STATS") is not None
 

@@ -7,8 +7,6 @@ import pickle
 import re
 from typing import Any, Optional
 
-__all__ = ["CONTAINER_SCHEMES", "hidden", "shown_location", "shown_uri", "torch_refusal", "without_secrets"]
-
 #: In these schemes the text before the at sign names a container, and no user.
 CONTAINER_SCHEMES = ("az", "abfs", "abfss")
 _LOGIN = r"(?<=://)[^/\s\"'@]*@"

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Optional, TypeVar, Union
 
-__all__ = ["convert_bytes", "parse_size", "runs"]
-
 _SIZE = r"(?i)\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(i?))?B?\s*"
 
 

@@ -10,8 +10,6 @@ import torch
 
 from tensorizer.errors import FormatError
 
-__all__ = ["Box", "box_at", "box_of", "check_cover", "check_described", "slices_of"]
-
 #: (begin, end) in every dimension.
 Box = tuple[tuple[int, int], ...]
 

@@ -16,8 +16,6 @@ from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box, slices_of
 from tensorizer.distributed._ranks import Ranks, caught
 
-__all__ = ["Part", "gather_into", "whole"]
-
 # What one rank reads of a window. With N ranks N + 2 times as much memory is used on the device of the exchange.
 _SLOT_NBYTES = 16 << 20
 # Behind the data of a slot: whether its rank has failed.

@@ -24,8 +24,6 @@ from tensorizer.distributed._exchange import Part, whole
 from tensorizer.distributed._ranks import GroupFile, Ranks
 from tensorizer.errors import LoadError
 
-__all__ = ["ShardedFill"]
-
 
 class ShardedFill:
     """One load into the parts that this rank has of a module or state dict: where they go, and what becomes of them.

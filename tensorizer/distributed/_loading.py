@@ -24,8 +24,6 @@ from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["LoadedDict", "load", "load_sharded"]
-
 _EXCHANGES = ("auto", "none", "all_gather")
 
 

@@ -28,8 +28,6 @@ from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport, RankReport
 from tensorizer._system.config import share_of_node
 
-__all__ = ["GroupFile", "Ranks", "caught", "open_for_all"]
-
 # Groups on gloo for those of other backends, made once.
 _STATUS_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

@@ -25,8 +25,6 @@ from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
 from tensorizer._io.uri import split_uri
 from tensorizer._system.redaction import hidden, shown_uri
 
-__all__ = ["ParsedCredentials", "S3Access", "explicit_access", "infer_credentials", "named_endpoint", "resolve"]
-
 logger = logging.getLogger("tensorizer.s3")
 
 _announced: set[tuple[str, str]] = set()  # what was logged already

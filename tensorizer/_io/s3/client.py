@@ -20,22 +20,6 @@ from tensorizer._system.redaction import hidden, without_secrets
 from tensorizer._version import __version__
 from tensorizer.errors import StreamError, StreamNotFoundError
 
-__all__ = [
-    "SignedRequest",
-    "check_endpoint",
-    "chosen_checksums",
-    "configured_endpoint",
-    "enforce_scheme",
-    "expect_answers",
-    "explain",
-    "make_client",
-    "make_session",
-    "presign",
-    "s3_code",
-    "translated",
-    "trust_of_parts",
-]
-
 # What botocore knows about services, by the path it is read from. Reading it is most of the work of making a client.
 _loaders: dict[Optional[str], Any] = {}
 

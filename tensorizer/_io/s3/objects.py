@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.cache import Cache, CachedObject
 
-__all__ = ["S3Prefix", "open_read", "open_write", "s3_download", "s3_download_url", "s3_upload"]
-
 _DAY = 86400
 # Presigned URLs are replaced this long before they expire.
 _RENEW_SECONDS = 3600.0

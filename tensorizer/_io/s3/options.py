@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from tensorizer._io.certificates import CAInfo
     from tensorizer._io.s3.access import ParsedCredentials
 
-__all__ = [
-    "READ_ENDPOINT",
-    "WRITE_ENDPOINT",
-    "ConfigPath",
-    "S3Location",
-    "S3Options",
-    "check_names",
-    "params_of",
-    "parse_s3_uri",
-]
-
 ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
 
 # Where keys go for which nobody names an endpoint.

@@ -16,8 +16,6 @@ from tensorizer._io.s3.client import expect_answers, explain, presign, s3_code, 
 from tensorizer._io.s3.options import S3Location, S3Options, params_of
 from tensorizer.errors import StreamError
 
-__all__ = ["S3Upload", "open_multipart_sink"]
-
 logger = logging.getLogger("tensorizer.s3")
 
 DEFAULT_UPLOADS = 8

@@ -25,8 +25,6 @@ from tensorizer.distributed._checkpoint.json_values import from_json
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
 
-__all__ = ["CheckpointFiles", "Saved", "WantedBox"]
-
 # Bytes of records that are read and then copied from, at a time.
 _STAGED_NBYTES = 128 << 20
 _LOCAL_FILES_AT_ONCE = 2

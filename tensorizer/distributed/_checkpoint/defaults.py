@@ -15,8 +15,6 @@ from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, 
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
 
-__all__ = ["dcp_default"]
-
 # Of the blocks that are active, in their order: keywords of writers and readers.
 _options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 

@@ -40,8 +40,6 @@ _RUN_NBYTES = 128 << 20
 #: Key of the file's metadata under which the simple values of the checkpoint are, as JSON by name.
 VALUES_KEY = "checkpoint.values"
 
-__all__ = ["ConsolidationReport", "VerifyReport", "consolidate", "is_complete", "prune", "verify"]
-
 
 def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) -> list[Marker]:
     """The marker of all ranks, or one of each rank that saved without collectives.

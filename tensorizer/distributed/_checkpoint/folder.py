@@ -19,15 +19,6 @@ from tensorizer.errors import StreamExistsError, stream_errors
 if TYPE_CHECKING:
     from tensorizer._io.s3.objects import S3Prefix
 
-__all__ = [
-    "MARKER",
-    "Folder",
-    "Located",
-    "data_file_name",
-    "is_data_file",
-    "marker_name",
-]
-
 #: What makes a checkpoint complete. Tools that look for checkpoints test for this name.
 MARKER = ".metadata"
 

@@ -25,18 +25,6 @@ import torch
 from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError
 
-__all__ = [
-    "NotSimple",
-    "Place",
-    "decoded",
-    "encoded",
-    "from_json",
-    "load_vetted",
-    "simple_value",
-    "to_json",
-    "torch_saved",
-]
-
 _MAX_JSON_INT = 1 << 63
 _NUMPY_SCALAR = r"[<>|][biufc]\d{1,2}"  # numpy itself takes some texts for Python
 

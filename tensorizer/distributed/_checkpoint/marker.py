@@ -41,16 +41,6 @@ from tensorizer.errors import (
     named,
 )
 
-__all__ = [
-    "Marker",
-    "SavedFile",
-    "Stored",
-    "check_keys",
-    "key_check",
-    "pack_marker",
-    "unpack_marker",
-]
-
 _FORMAT = "tensorizer.checkpoint"
 _VERSION = 1
 _COMPRESSED_FROM = 1 << 20

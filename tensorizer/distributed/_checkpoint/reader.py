@@ -25,8 +25,6 @@ from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["TensorizerReader"]
-
 DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], None]
 
 

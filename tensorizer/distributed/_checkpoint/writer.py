@@ -34,8 +34,6 @@ from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, check_k
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
-__all__ = ["TensorizerWriter"]
-
 _logger = logging.getLogger("tensorizer.distributed")
 
 # Copies (other devices, tensors that are not contiguous) that exist at a time: one batch is written while the next one

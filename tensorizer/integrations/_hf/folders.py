@@ -22,8 +22,6 @@ from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError, named
 
-__all__ = ["MANIFEST", "LoadOptions", "LocalFolder", "ModelFolder", "RemoteFolder", "is_weight", "open_folder"]
-
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
 

@@ -26,8 +26,6 @@ from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.integrations._hf.weights import Weights, find_weights
 from tensorizer.utils import no_init_or_tensor
 
-__all__ = ["dtype_of_file", "empty_on", "fill_empty", "load_model", "resolve_device_map"]
-
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
 _CONFIG = "config.json"

@@ -16,8 +16,6 @@ from tensorizer.integrations._hf import models
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
 from tensorizer.integrations._hf.weights import Weights, find_weights, private_copy, write_safetensors
 
-__all__ = ["is_of", "load", "load_adapter_into", "stem_of"]
-
 _ADAPTER = "adapter_config.json"
 _PIPELINE = "model_index.json"
 _SENTENCES = "modules.json"

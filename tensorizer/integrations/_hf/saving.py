@@ -32,8 +32,6 @@ from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
 from tensorizer.integrations._hf.objects import is_of, stem_of
 
-__all__ = ["SavedFolder", "save_object"]
-
 
 class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
     """The folder or prefix that is written to; small files are written to a temporary folder first and go last.

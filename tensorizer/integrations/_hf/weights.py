@@ -24,8 +24,6 @@ from tensorizer.errors import AuthenticationError
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder, ModelFolder, is_weight
 from tensorizer.torch import save_file
 
-__all__ = ["Weights", "find_weights", "private_copy", "write_safetensors"]
-
 _PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
 _IN_MEMORY = "/dev/shm"
 
