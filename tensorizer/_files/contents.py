@@ -142,9 +142,11 @@ def module_contents(
     its state dict, that state dict.
 
     Raises:
+        ValueError: Tensors that no file can hold, or without data, by name.
         UnsupportedContentError: Extra state that the format cannot hold.
     """
     state = state_of(model, include_non_persistent_buffers)
+    check_state_dict({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
     if not _is_of_modules(model, state):
         return state_dict_contents(check_state_dict(state), metadata)
     try:

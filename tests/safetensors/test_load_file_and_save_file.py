@@ -150,6 +150,14 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_with_a_tensor_that_has_no_data_is_refused_by_its_name(tmp_path, name):
+    for layer in (torch.nn.Linear(2, 2, device="meta"), torch.nn.LazyLinear(2)):
+        with pytest.raises(ValueError, match=r"'1\.weight'"):
+            save_model(torch.nn.Sequential(torch.nn.Linear(2, 2), layer), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_safe_open_reads_what_is_asked_for(tmp_path):
     big = samples.tensor((1000, 1024), torch.float32, 1)
     state = {"b": big, "a": torch.arange(6).reshape(2, 3)}
