@@ -138,22 +138,26 @@ def contents_of_tensors(tensors: Mapping[str, torch.Tensor], metadata: Optional[
 def module_contents(
     model: torch.nn.Module, metadata: Optional[Mapping[str, str]], include_non_persistent_buffers: bool
 ) -> Contents:
-    """What the modules of a model hold, with their extra state; of a model whose class or hooks make something else of
-    its state dict, that state dict.
+    """What the modules of a model hold; of a model whose class or hooks make something else of its state dict, that
+    state dict. Both with the extra state.
 
     Raises:
         ValueError: Tensors that no file can hold, or without data, by name.
         UnsupportedContentError: Extra state that the format cannot hold.
     """
     state = state_of(model, include_non_persistent_buffers)
-    check_state_dict({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
-    if not _is_of_modules(model, state):
-        return state_dict_contents(check_state_dict(state), metadata)
+    paths = {extra_state.state_name(path): path for path in extra_state.modules_of(model)}
+    tensors = {name: v for name, v in state.items() if name not in paths or isinstance(v, torch.Tensor)}
+    check_state_dict(tensors)
+    of_modules = _is_of_modules(model, tensors)
+    states = {paths[name]: value for name, value in state.items() if name not in tensors}
     try:
-        text = extra_state.to_text(extra_state.pack(extra_states(model)))
+        text = extra_state.to_text(extra_state.pack(extra_states(model) if of_modules else states))
     except TypeError as error:
         raise UnsupportedContentError(str(error)) from None
     texts = {**(_texts(metadata) or {}), **({extra_state.KEY: text} if text else {})}
+    if not of_modules:
+        return state_dict_contents(tensors, texts)
     records = [record_of(held) for held in walk_module(model, include_non_persistent_buffers, under_all_names=True)]
     return _in_memory(records, texts, ties_of(records))
 

@@ -590,6 +590,30 @@ def test_extra_state_is_saved_or_refused_and_comes_back(tmp_path):
         assert target[0].state is None
 
 
+def test_dictionaries_of_extra_state_come_back_in_models_whose_hooks_change_the_state_dict_too(tmp_path):
+    class Keeper(torch.nn.Linear):
+        def __init__(self, state=None):
+            super().__init__(2, 2)
+            self.state = state
+            self._register_state_dict_hook(lambda _, state, prefix, __: state.__delitem__(f"{prefix}bias"))
+
+        def get_extra_state(self):
+            return self.state
+
+        def set_extra_state(self, state):
+            self.state = state
+
+    source, target = (torch.nn.Sequential(Keeper(state)) for state in ({"amax": torch.ones(2)}, None))
+    save_model(source, tmp_path / "m.tensors")
+    report = load_model(target, tmp_path / "m.tensors", strict=False)
+    assert (report.missing, report.unexpected) == (("0.bias",), ())
+    samples.assert_same(target[0].state, source[0].state)
+    assert target[0].weight.equal(source[0].weight)
+    source[0].state = {"steps": 3}
+    with pytest.raises(ValueError, match=r"0\._extra_state"):
+        save_model(source, tmp_path / "m.tensors")
+
+
 def test_buffers_outside_the_state_dict_are_filled_in_models_with_ways_of_their_own_too(tmp_path):
     class Model(torch.nn.Module):
         def __init__(self):
