@@ -212,7 +212,7 @@ def load_model(
 
     Raises:
         LoadError: Something does not fit. The message is that of ``load_state_dict``; ``.report`` has the report. The
-            model is as it was, unless a module with its own ``load_state_dict`` rejected the state dict.
+            model is as it was, unless it got a state dict and rejected it.
         NotImplementedError: `model` has DTensors; use :func:`tensorizer.distributed.load_sharded`. It is as it was.
     """
     if assign not in (True, False, "auto"):

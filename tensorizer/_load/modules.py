@@ -14,7 +14,7 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
-from tensorizer._format.names import Name, double_name
+from tensorizer._format.names import Name, double_name, listed
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, shown
 from tensorizer._load.open_file import OpenFile
@@ -208,6 +208,15 @@ class ModuleFill:
                 new[name] = _new_slot(self._view.modules, name, is_buffer)
         if refused:
             raise report.error(refused, strict=False)
+        copied = [] if self._assign is True or self.hands_over else report.loaded
+        expanded = [name for name in copied if _is_expanded(self._slots[name].tensor) and not self._is_meta(name)]
+        if expanded:
+            error = LoadError(
+                f"{report.source}: tensors of the model that are expanded have several elements in one place, which no "
+                f"copy can fill: {listed(expanded)}; clone() them before, or use assign=True"
+            )
+            error.report, error.source = report, report.source
+            raise error
         self._slots = {**self._slots, **new} if new else self._slots
 
     @functools.cached_property
@@ -400,6 +409,12 @@ def place(
     with torch.no_grad():
         for target, source in copied:
             target.copy_(source)
+
+
+def _is_expanded(tensor: Optional[torch.Tensor]) -> bool:
+    if tensor is None or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    return any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape))
 
 
 def as_trainable_as(target: torch.Tensor, source: torch.Tensor, may_be_itself: bool = False) -> torch.Tensor:

@@ -246,6 +246,19 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
         model.load_state_dict(before)
 
 
+def test_an_expanded_tensor_of_a_model_is_refused_by_its_name_before_anything_changes(tmp_path):
+    model = torch.nn.BatchNorm1d(3)
+    save_model(model, tmp_path / "m.tensors")
+    torch.nn.init.zeros_(model.weight)
+    model.running_var = torch.zeros(1).expand(3)
+    with pytest.raises(tensorizer.LoadError, match=r"m\.tensors.*'running_var'") as caught:
+        load_model(model, tmp_path / "m.tensors")
+    assert caught.value.report.loaded[0] == "weight"
+    assert not model.weight.any()
+    assert load_model(model, tmp_path / "m.tensors", assign=True).ok
+    assert model.running_var.equal(torch.ones(3))
+
+
 class Counting(io.BytesIO):
     """A file that knows how much was read of it."""
 
