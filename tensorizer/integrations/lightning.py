@@ -31,6 +31,7 @@ from tensorizer.distributed._checkpoint.json_values import (
     Place,
     encoded,
     from_json,
+    load_harmless,
     load_vetted,
     torch_saved,
 )
@@ -225,7 +226,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
                 value = load_vetted(".".join(map(str, place)), data, "weights_only=False")
-                return torch.load(torch_saved(value), map_location=where, weights_only=True)
+                return load_harmless(torch_saved(value), where)
 
             # Twice, because only what the text says may be an error of the file, and not what leaves raise.
             named(shown, from_json, text, referred_to)

@@ -299,6 +299,15 @@ def test_keys_may_be_whatever_values_may_be_and_the_first_save_names_the_path_of
     assert path.read_bytes() == before
 
 
+@pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="came with torch 2.5")
+def test_scalars_of_numpy_need_no_trust_in_a_set_either(tmp_path):
+    plugin, path = TensorizerCheckpointIO(), tmp_path / "scalars.ckpt"
+    checkpoint = {"seen": {np.int64(3), 4}, "one": np.float32(0.5)}
+    plugin.save_checkpoint(checkpoint, path)
+    for weights_only in (None, True, False):
+        assert plugin.load_checkpoint(path, weights_only=weights_only) == checkpoint
+
+
 NO_TEXTS_OF_A_CHECKPOINT = [
     *("", "{", "{}", "[" * 100_000, '{"q":1}', '{"d":5}', '{"d":[[[1],2]]}', '{"n":["<i8",""]}', '{"i":5}'),
     *('{"x":5}', '{"x":{}}', '{"x":{"tensor":"none"}}', '{"x":{"tensor":["w"]}}', '{"x":{"other":"w"}}'),

@@ -149,19 +149,19 @@ def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place
 def simple_value(data: memoryview) -> Optional[str]:
     """The JSON text for the value in bytes of ``torch.save``; ``None`` where it is not simple, or not such bytes."""
     try:
-        value = _load_harmless(io.BytesIO(data))
+        value = load_harmless(io.BytesIO(data))
     except Exception:  # whatever a planner may have written: its bytes are kept as they are
         return None
     return to_json(value)
 
 
-def _load_harmless(data: io.BytesIO) -> Any:
+def load_harmless(data: io.BytesIO, map_location: Any = "cpu") -> Any:
     """``torch.load(weights_only=True)``, which may make streams in memory and numpy's scalars too: they run nothing."""
     allow = getattr(torch.serialization, "safe_globals", None)
     if allow is None:  # before torch 2.5
-        return torch.load(data, map_location="cpu", weights_only=True)
+        return torch.load(data, map_location=map_location, weights_only=True)
     with allow([io.BytesIO, *_numpy_scalars()]):
-        return torch.load(data, map_location="cpu", weights_only=True)
+        return torch.load(data, map_location=map_location, weights_only=True)
 
 
 @functools.lru_cache(1)
@@ -192,7 +192,7 @@ def load_vetted(name: str, data: io.BytesIO, trusting: str = "allow_pickle=True"
         pickle.UnpicklingError: They hold more than tensors and simple values, or cannot be read.
     """
     try:
-        return _load_harmless(data)
+        return load_harmless(data)
     except Exception as error:
         raise pickle.UnpicklingError(
             f"{name!r} was refused by torch.load(weights_only=True); with {trusting} its pickle would be "
