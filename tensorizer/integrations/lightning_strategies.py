@@ -81,8 +81,9 @@ class _ShardedCheckpoints(abc.ABC):
         if first and path.is_file():
             path.unlink()
         state_dict_saver.save(state, storage_writer=TensorizerWriter(path, **self._writer))
-        if first:
-            (path / _SIGN).write_bytes(rest)
+        if first:  # in clear, so what is encrypted beside it is not in there
+            sign = rest if self._writer.get("encryption") is None else torch_saved({}).getvalue()
+            (path / _SIGN).write_bytes(sign)
 
     def load_checkpoint(
         self, checkpoint_path: Union[str, os.PathLike[str]], weights_only: Optional[bool] = None
