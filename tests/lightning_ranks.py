@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import lightning
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from rank_processes import run_launched_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import tensorizer.distributed as td
@@ -75,6 +77,16 @@ class Hostile:
         return os.mkdir, (str(self.folder),)
 
 
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def finish_and_end(*arguments, finish=td.TensorizerWriter.finish):
+    """The end of a save that is killed right behind its marker."""
+    finish(*arguments)
+    raise Ended
+
+
 def fit(folder: Path, strategy, epochs: int, resume=None, model=Whole, **arguments):
     torch.manual_seed(0)
     model = model()
@@ -118,6 +130,10 @@ def stop_and_resume(folder: Path, ours, theirs, model) -> None:
         with pytest.raises(pickle.UnpicklingError):
             fit(folder / "hostile", ours(), 4, sign.parent, model)
         assert not (folder / "executed").exists()
+        with mock.patch.object(td.TensorizerWriter, "finish", finish_and_end), pytest.raises(CheckpointException):
+            resumed.trainer.save_checkpoint(folder / "cut.ckpt")
+        _, resumed = fit(folder / "behind", ours(), 5, folder / "cut.ckpt", model)
+        assert resumed.remembered["epochs"] == 4
         with pytest.raises(TypeError, match="storage_options"):
             resumed.trainer.strategy.save_checkpoint({}, folder / "x", storage_options={})
         with pytest.raises(TypeError):

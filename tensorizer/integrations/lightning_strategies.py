@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Optional, Union
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from tensorizer._system.devices import empty
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default
@@ -29,6 +30,21 @@ __all__ = ["TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
 _REST = "lightning"
 # The file by which Lightning knows the folder of a sharded checkpoint.
 _SIGN = "meta.pt"
+
+
+class _SigningWriter(TensorizerWriter):
+    """Also writes the sign: where there is none before the marker, which makes a checkpoint complete."""
+
+    def __init__(self, path: Path, sign: bytes, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._sign = sign
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        folder = self._folder()
+        if not folder.exists(_SIGN):
+            folder.write(_SIGN, self._sign, fsync=self._fsync, replace=True)
+        super().finish(metadata, results)
+        folder.write(_SIGN, self._sign, fsync=self._fsync, replace=True)
 
 
 class _ShardedCheckpoints(abc.ABC):
@@ -80,10 +96,9 @@ class _ShardedCheckpoints(abc.ABC):
         state[_REST] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
         if first and path.is_file():
             path.unlink()
-        state_dict_saver.save(state, storage_writer=TensorizerWriter(path, **self._writer))
-        if first:  # in clear, so what is encrypted beside it is not in there
-            sign = rest if self._writer.get("encryption") is None else torch_saved({}).getvalue()
-            (path / _SIGN).write_bytes(sign)
+        # In clear, so what is encrypted beside it is not in there.
+        sign = rest if self._writer.get("encryption") is None else torch_saved({}).getvalue()
+        state_dict_saver.save(state, storage_writer=_SigningWriter(path, sign, **self._writer))
 
     def load_checkpoint(
         self, checkpoint_path: Union[str, os.PathLike[str]], weights_only: Optional[bool] = None
