@@ -372,7 +372,7 @@ class Model(torch.nn.Module):
 
 
 def load_modules(folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(3)
@@ -409,6 +409,10 @@ def load_modules(folder: Path) -> None:
                 found = model(x)
                 assert torch.allclose(found, expected, atol=1e-5), (tensor_parallel, fsdp, on_meta)
                 assert all(p.requires_grad for p in model.parameters())
+        older = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
+        td.load_sharded(older, folder / "m", device="cpu")
+        for name, value in older.state_dict().items():  # which are copies
+            assert samples.same(value, reference.state_dict()[name]), name
 
     run_ranks(4, work)
 

@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 import importlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import torch
 
@@ -52,7 +52,11 @@ class ShardedFill:
         self._source = file.source_name
         in_file = dict.fromkeys(name for name in file.numbers if isinstance(name, str))
         states = {state_name(path): state for path, state in file.extra_states().items()}
-        self._view = _view_of(target) if isinstance(target, torch.nn.Module) else None
+        self._strict = strict
+        self._view: Optional[ModuleView] = None
+        self._copies: frozenset[str] = frozenset()
+        if isinstance(target, torch.nn.Module):
+            self._view, self._copies = _view_of(target)
         if self._view is None:
             assert not isinstance(target, torch.nn.Module)
             # Extra state is replaced, whatever was there: its next shape is for its module to say.
@@ -133,6 +137,11 @@ class ShardedFill:
     def _part(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Part:
         """Where this rank's part of a tensor of the file goes; notes what is new."""
         value = self._values[name]
+        if name in self._copies and not is_dtensor(value) and type(value) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(value).__name__  # such as the ShardedTensors of FSDP1, which DTensors have replaced
+            raise LoadError(
+                f"{self._source}: {name!r:.200}: wanted a plain tensor or a DTensor to fill, found a {kind}"
+            )
         planned = None if is_dtensor(value) else self._planned(names)
         # What a plan cuts may have another shape than in the file: it is replaced.
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and planned is None:
@@ -142,7 +151,7 @@ class ShardedFill:
         dtype = value.dtype if isinstance(value, torch.Tensor) else found
         if dtype.is_floating_point != found.is_floating_point or dtype.is_complex != found.is_complex:
             raise LoadError(f"{self._source}: tensor {name!r:.200}: wanted {dtype}, found {found}")
-        in_place = isinstance(value, torch.Tensor) and not value.is_meta
+        in_place = isinstance(value, torch.Tensor) and not value.is_meta and name not in self._copies
         if is_dtensor(value):
             mesh, placements = value.device_mesh, value.placements
             box = self._box(name, shape, mesh, placements)
@@ -256,6 +265,12 @@ class ShardedFill:
         for name in [name for name in new if not self._view.slots[name].in_state_dict]:
             slot = self._view.slots[name]
             setattr(slot.module, slot.attribute, new.pop(name))
+        copies = {name: new.pop(name) for name in self._copies & new.keys()}
+        if copies:  # FSDP1, and whoever else has hooks that make them, takes them back
+            result = self._view.module.load_state_dict(copies, strict=False)
+            refused = getattr(result, "unexpected_keys", ())
+            if refused and self._strict:
+                raise LoadError(f"{self._source}: unexpected: {listed(refused)}")
         if new:  # through load_state_dict, whose hooks tell FSDP2 of the new tensors
             self._view.module.load_state_dict(new, strict=False, assign=True)
         for name, taker in self._view.takers.items():
@@ -265,9 +280,11 @@ class ShardedFill:
                 taker.set_extra_state(get_slice(self._file, self._stored[name])[...])
 
 
-def _view_of(module: torch.nn.Module) -> ModuleView:
-    """What a module has by the names of its state dict, which wrappers leave themselves out of."""
+def _view_of(module: torch.nn.Module) -> tuple[ModuleView, frozenset[str]]:
+    """What a module has by the names of its state dict, which wrappers leave themselves out of; and which of that are
+    copies, so that the module would not notice what they are filled with."""
     view = ModuleView(module)
+    own = {id(slot.tensor): slot.tensor for slot in view.slots.values() if slot.tensor is not None}
     with _unasked(view.modules.values()):
         state = module.state_dict(keep_vars=True)
     found = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
@@ -281,8 +298,22 @@ def _view_of(module: torch.nn.Module) -> ModuleView:
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name not in paths
     }
+    made = {
+        name: slot.tensor for name, slot in view.slots.items() if slot.tensor is not None and not slot.tensor.is_meta
+    }
+    made = {name: tensor for name, tensor in made.items() if id(tensor) not in own}
+    memory = {_memory(tensor) for tensor in own.values()} - {0} if made else set()
     view.slots.update((name, slot) for name, slot in hidden.items() if slot.tensor is not None)
-    return view
+    return view, frozenset(name for name, tensor in made.items() if _memory(tensor) not in memory)
+
+
+def _memory(tensor: Any) -> int:
+    """Where the memory of a tensor begins, that of its local part for DTensors; 0 for tensors without any."""
+    try:
+        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+        return int(local.untyped_storage().data_ptr())
+    except (RuntimeError, ValueError):  # wrappers, and lazy parameters
+        return 0
 
 
 @contextlib.contextmanager

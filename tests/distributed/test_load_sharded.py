@@ -249,6 +249,25 @@ def test_extra_state_reaches_modules_below_wrappers_that_state_dicts_do_not_show
         assert target[0].scale.equal(torch.ones(2))
 
 
+def test_a_module_whose_state_dict_has_copies_of_its_tensors_is_filled_and_not_the_copies(tmp_path):
+    def copies(_, state, prefix, __):
+        state.update({name: tensor.double() for name, tensor in state.items()})
+
+    source, target = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    save_model(source, tmp_path / "m.tensors")
+    target._register_state_dict_hook(copies)
+    weight = target.weight
+    report = td.load_sharded(target, tmp_path / "m.tensors", device="cpu")
+    assert report.loaded == ("weight", "bias")
+    assert target.weight is weight
+    assert all(map(samples.same, target.parameters(), source.parameters()))
+
+    target._register_state_dict_hook(lambda _, state, *__: state.update(ours=torch.zeros(1)))
+    save_file({**source.state_dict(), "ours": torch.ones(1)}, tmp_path / "m.tensors")
+    with pytest.raises(LoadError, match=r"m\.tensors.*'ours'"):
+        td.load_sharded(target, tmp_path / "m.tensors", device="cpu")
+
+
 def test_ranks_of_one_machine_share_its_connections_threads_and_pinned_memory(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert HTTPOptions().max_connections == 64
