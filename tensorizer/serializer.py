@@ -271,7 +271,8 @@ class TensorSerializer:
             include_extra_state: Stores also what ``get_extra_state`` of the modules returns: tensors or
                 nested dictionaries of tensors (64 MiB at most). ``load_into_module`` passes it to
                 ``set_extra_state``. Earlier releases ignore it. With ``False``, one warning names the modules
-                whose extra state is left out.
+                whose extra state is left out. What classes save in their own way, as those of quantized layers
+                do, is always left out; one warning names it.
 
         Raises:
             ValueError: The file already has a tensor of that name.
@@ -283,12 +284,15 @@ class TensorSerializer:
         held = list(walk_module(m, include_non_persistent_buffers))
         extra = extra_state.pack(extra_states(m)) if include_extra_state else None
         records = [record_of(one) for one in held]
+        beside = extra_state.saved_beside(m)
         homes = [(one.module, one.attribute) for one in held] if remove_tensors else []
         held.clear()  # from here on only the records keep tensors alive that are taken out of the module
         self._write(records, extra=extra, homes=homes)
         left_out = [] if include_extra_state else [extra_state.state_name(path) for path in modules_with_extra_state(m)]
         if left_out:
             _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
+        if beside:
+            _warn_of("what classes of modules save beside their tensors, which torch.save would store", beside)
 
     def write_state_dict(self, state_dict: Any) -> None:
         """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.

@@ -76,6 +76,27 @@ def takes_state(module: torch.nn.Module) -> bool:
     return getattr(type(module), "set_extra_state", plain) is not plain
 
 
+def saved_beside(root: torch.nn.Module) -> list[str]:
+    """What classes of modules save by themselves, beside their tensors and extra state, as those of quantized layers
+    do; by the names of the state dict. Classes that save their tensors under other names are none of these."""
+    found: list[str] = []
+    for path, module in modules_of(root).items():
+        plain = torch.nn.Module._save_to_state_dict
+        if getattr(type(module), "_save_to_state_dict", plain) is plain:
+            continue
+        saved: dict[str, Any] = {}
+        try:
+            module._save_to_state_dict(saved, "", False)
+        except Exception:  # it has something to save that is not there yet
+            continue
+        tensors = {**module._parameters, **module._buffers}
+        own = {name for name in tensors if tensors[name] is not None} - module._non_persistent_buffers_set
+        if own <= saved.keys():
+            more = [name for name, value in saved.items() if value is not None and name not in tensors]
+            found += [f"{path}.{name}" if path else name for name in more if name != state_name("")]
+    return found
+
+
 def is_without_state(module: torch.nn.Module) -> bool:
     """Whether a module says that its state is ``None``, which no file holds."""
     try:

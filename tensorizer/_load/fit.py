@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import TensorType
-from tensorizer._format.extra_state import is_without_state, modules_of, state_name, takes_state
+from tensorizer._format.extra_state import is_without_state, modules_of, saved_beside, state_name, takes_state
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
@@ -210,6 +210,9 @@ def decide(
     for name, module in view.takers.items():
         if name not in given and (expects is None or expects(name)) and (by_modules or not is_without_state(module)):
             missing.append(name)
+    if by_modules:
+        beside = saved_beside(view.module)
+        missing += [name for name in beside if name not in stored and (expects is None or expects(name))]
     unexpected += [name for name in states if name not in view.takers]
     return LoadReport(
         module=type(view.module).__name__,

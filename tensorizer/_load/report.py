@@ -54,7 +54,8 @@ class LoadReport:
         loaded: Tensors of the file that are placed in the module.
         nbytes: Their bytes; with several ranks, those of this rank's parts.
         seconds: Time of reading and placing them; 0 if nothing was read.
-        missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies.
+        missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies;
+            after ``load_into_module`` also what its classes save beside these.
         unexpected: Tensors of the file that the module has no parameter or buffer for.
         mismatched: Tensors of another shape or kind (floating point, complex, integer, bool) than the module's.
         cast: Tensors that the load converts to another dtype.

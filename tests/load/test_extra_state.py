@@ -206,6 +206,28 @@ def test_extra_state_that_is_left_out_is_named_in_one_warning():
     assert warning.filename == __file__
 
 
+class Packed(nn.Linear):
+    """Saves more than its tensors, as quantized layers do."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = torch.ones(1)
+        destination[f"{prefix}kind"] = torch.int8
+
+
+def test_what_classes_save_beside_their_tensors_is_named_when_it_is_left_out_and_missing_in_strict_loads(tmp_path):
+    model, path = nn.Sequential(nn.Linear(1, 1), Packed(1, 1)), tmp_path / "m.tensors"
+    with TensorSerializer(path) as serializer, pytest.warns(UserWarning, match=r"not stored: .*1\.scale, 1\.kind"):
+        serializer.write_module(model)
+    with TensorDeserializer(path, device="cpu") as deserializer:
+        assert deserializer.load_into_module(model).missing == ("1.scale", "1.kind")
+    with (
+        TensorDeserializer(path, device="cpu") as deserializer,
+        pytest.raises(LoadError, match=r'Missing key.*"1\.scale", "1\.kind"'),
+    ):
+        deserializer.load_into_module(model, strict=True)
+
+
 def test_nothing_is_said_where_nothing_is_left_out():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
