@@ -507,6 +507,23 @@ class TestAnswersOfOtherServers:
                     assert len(store.of("AbortMultipartUpload")) == 1, (operation, answer)
                     assert store.open_uploads == store.objects == {}
 
+    def test_an_upload_that_is_gone_is_complete_only_if_the_object_is_that_of_its_parts(self, store, monkeypatch):
+        old, new = state(), state(seed=100)
+        save(store, old)
+        store.fail_once["CompleteMultipartUpload"] = 404, "NoSuchUpload"
+        with pytest.raises(StreamError, match=r"Failed to complete the upload of s3://bucket/model .*NoSuchUpload"):
+            save(store, new)  # the old object has as many parts
+        loads(store, old)
+        complete = store._CompleteMultipartUpload
+
+        def lose_the_answer(request):
+            answer = complete(request)
+            return (500, {}, b"") if answer[0] == 200 else answer
+
+        monkeypatch.setattr(store, "_CompleteMultipartUpload", lose_the_answer)
+        save(store, new)
+        loads(store, new)
+
     def test_an_upload_that_never_began_is_a_stream_error(self, store, monkeypatch):
         for answer in self.ANSWERS:
             self.answer(monkeypatch, store, "CreateMultipartUpload", answer)

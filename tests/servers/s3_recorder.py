@@ -57,6 +57,7 @@ class S3Recorder(Server):
         requests: What came, in order.
         objects: Content by path.
         open_uploads: Parts of unfinished uploads, by id.
+        whole_etags: Tags of objects that came in parts, by path.
         refuse: From an operation to the status and code that answer requests of it that carry a checksum.
         fail_once: The same, once, for any request of the operation.
         echoes_checksums: Whether the answer to a new upload says that its parts are compared.
@@ -74,6 +75,7 @@ class S3Recorder(Server):
         self.requests: list[RecordedRequest] = []
         self.objects: dict[str, bytes] = {}
         self.open_uploads: dict[str, dict[int, bytes]] = {}
+        self.whole_etags: dict[str, str] = {}
         self.refuse: dict[str, tuple[int, str]] = {}
         self.fail_once: dict[str, tuple[int, str]] = {}
         self.echoes_checksums = True
@@ -193,9 +195,14 @@ class S3Recorder(Server):
         return 200, {"ETag": self._etag(request.body)}, b""
 
     def _CompleteMultipartUpload(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
-        parts = self.open_uploads.pop(request.query["uploadId"])
-        self.objects[request.path] = b"".join(parts[number] for number in sorted(parts))
-        result = f'<CompleteMultipartUploadResult {NAMESPACE}><ETag>"whole-{len(parts)}"</ETag>'
+        upload = self.open_uploads.pop(request.query["uploadId"], None)
+        if upload is None:
+            return self._error(404, "NoSuchUpload")
+        parts = [upload[number] for number in sorted(upload)]
+        digests = b"".join(hashlib.md5(part, usedforsecurity=False).digest() for part in parts)
+        self.objects[request.path] = b"".join(parts)
+        self.whole_etags[request.path] = etag = self._etag(digests, f"-{len(parts)}")
+        result = f"<CompleteMultipartUploadResult {NAMESPACE}><ETag>{etag}</ETag>"
         return 200, {}, (result + "</CompleteMultipartUploadResult>").encode()
 
     def _AbortMultipartUpload(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
@@ -225,7 +232,8 @@ class S3Recorder(Server):
         return 200, {}, listed.encode()
 
     def _HeadObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
-        return 404, {}, b""
+        etag = self.whole_etags.get(request.path)
+        return (200, {"ETag": etag}, b"") if etag else (404, {}, b"")
 
     def _GetObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
         if request.path.endswith(".tensors"):
@@ -247,8 +255,8 @@ class S3Recorder(Server):
         fields["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
         return 206, fields, data[int(first) : end]
 
-    def _etag(self, data: bytes) -> str:
-        return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+    def _etag(self, data: bytes, ending: str = "") -> str:
+        return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}{ending}"'
 
     # -- signatures --------------------------------------------------------------------------------------------------
 

@@ -289,6 +289,7 @@ _HINTS = {
     "404": "there is no such bucket or key: check URI and endpoint",
     "RequestTimeTooSkewed": "the clock of this computer is wrong",
     "NoSuchBucket": "there is no such bucket at this endpoint",
+    "NoSuchUpload": "somebody else, or a rule of the bucket, has ended the upload",
 }
 
 

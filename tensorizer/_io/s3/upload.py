@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import re
 import threading
@@ -112,7 +113,7 @@ class S3Upload:
             self._call("complete", "complete_multipart_upload", **whole)
         except StreamError as error:
             # A repeated request whose first answer was lost finds no upload any more, and the object in its place.
-            if s3_code(error.__cause__) != "NoSuchUpload" or not self._is_complete(len(etags)):
+            if s3_code(error.__cause__) != "NoSuchUpload" or not self._is_complete(etags):
                 raise
 
     def _part(self, number: int, etag: str) -> dict[str, Any]:
@@ -120,12 +121,14 @@ class S3Upload:
         checksum = self._checksums.get(number)
         return {**part, "ChecksumCRC32": checksum} if checksum and self._store_compares else part
 
-    def _is_complete(self, parts: int) -> bool:
+    def _is_complete(self, etags: list[str]) -> bool:
+        """Whether the object has the ETag that follows from those of the parts; an older one may have as many parts."""
         try:
+            digests = b"".join(bytes.fromhex(etag.strip('"')) for etag in etags)
             etag = str(self._client.head_object(**self._params("head_object", without_conditions=True))["ETag"])
         except Exception:
             return False
-        return etag.strip('"').endswith(f"-{parts}")
+        return etag.strip('"') == f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
     def abort(self) -> None:
         """Ends the upload and frees its parts. Does not raise: something else has failed already.
