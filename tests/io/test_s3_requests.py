@@ -531,6 +531,17 @@ class TestAnswersOfOtherServers:
                 save(store, state())
             assert {request.operation for request in store.requests} == {"CreateMultipartUpload"}, answer
 
+    def test_a_list_that_is_none_or_is_not_whole_is_an_error(self, store, monkeypatch):
+        store.objects["/bucket/folder/a"] = b"x"
+        folder = stream_io._s3_prefix("s3://bucket/folder", **store.arguments)
+        assert folder.names() == ["a"]
+        cut = b"<ListBucketResult><IsTruncated>true</IsTruncated><NextMarker>b</NextMarker></ListBucketResult>"
+        for answer in (*self.ANSWERS, (200, {}, cut), (206, {}, b"<ListBucketResult><IsTruncated>fal")):
+            self.answer(monkeypatch, store, "ListObjectsV2", answer)
+            with pytest.raises(StreamError, match=r"Failed to list s3://bucket/folder/_ ") as caught:
+                folder.names()
+            assert "\n" not in str(caught.value)
+
 
 class TestInterrupts:
     def test_ctrl_c_ends_a_save_that_a_silent_store_holds_up(self, store, monkeypatch, caplog):

@@ -217,11 +217,12 @@ _TOLD = {
     "UploadPart": "ETag",
     "CompleteMultipartUpload": "ETag",
     "PutObject": "ETag",
+    "ListObjectsV2": "IsTruncated",
 }
 
 
 def expect_answers(client: Any) -> None:
-    """Has the client's writes raise ``StreamError`` where boto3 takes a success that says nothing for one."""
+    """Has the client's writes and lists raise ``StreamError`` where boto3 takes a success that says nothing for one."""
     events = getattr(client.meta, "events", None)
     if events is not None:
         for operation in _TOLD:
@@ -230,8 +231,10 @@ def expect_answers(client: Any) -> None:
 
 def _expect_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
     wanted = _TOLD[model.name]
-    if http_response.status_code < 300 and not parsed.get(wanted):
+    if http_response.status_code < 300 and parsed.get(wanted) in (None, ""):
         raise StreamError(f"the answer to {model.name} has no {wanted}; the server does not speak S3")
+    if parsed.get("IsTruncated") and not parsed.get("NextContinuationToken"):  # where boto3 takes the list for whole
+        raise StreamError(f"the answer to {model.name} is cut short, and does not say how to go on")
 
 
 # --- presigned requests: their URLs, and the headers that were signed with them -------------------------------------
@@ -299,7 +302,8 @@ def explain(error: Exception, operation: str, name: str) -> str:
     code = str(response.get("Error", {}).get("Code", ""))
     status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     hint = _HINTS.get(code) or _HINTS.get(status)
-    reason = f"status {status} [{code}]" if response else without_secrets(str(error))
+    said = str(error).partition("\n")[0]  # a page may follow
+    reason = f"status {status} [{code}]" if response else without_secrets(said)
     return f"Failed to {operation} {name}: {reason}" + (f"; {hint}" if hint else "")
 
 

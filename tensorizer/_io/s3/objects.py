@@ -284,6 +284,7 @@ class S3Prefix:
         Raises:
             OSError: The store refused, or did not answer.
         """
+        expect_answers(self._access.client)
         pages = self._access.client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix, Delimiter="/"
         )
@@ -311,8 +312,9 @@ class S3Prefix:
 
     def _ask(self, operation: str, request: Any) -> Any:
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
         try:
             return request()
-        except (BotoCoreError, ClientError) as error:
+        except (BotoCoreError, ClientError, ResponseParserError, StreamError) as error:
             raise translated(error, operation, self._name) from error
