@@ -119,7 +119,10 @@ def _check_map(opened: OpenedShards, readers: Sequence[FileReader], aliases: Col
             if name in home:
                 raise FormatError(f"{opened.name}: tensor {name!r:.200} is in two shards, {home[name]!r} and {file!r}")
             home[name] = file
-            stored = name if isinstance(name, str) else reader.index.stored_name(i).decode("utf-8", "replace")
+            if isinstance(name, str) and name[:1] not in ("", "\x1e"):  # most are: asking the index takes longer
+                stored = name
+            else:
+                stored = reader.index.stored_name(i).decode("utf-8", "replace")
             known.add(stored)
             wanted = opened.weight_map.get(stored)
             if wanted is None:

@@ -15,7 +15,7 @@ from servers import needs
 from servers.nginx import PROGRAM, nginx
 from servers.s3_server import S3Server, s3_is_installed
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, save_file
 from tensorizer.errors import FormatError, HashMismatchError
 
 st = pytest.importorskip("safetensors.torch")
@@ -220,6 +220,16 @@ def test_tensors_files_are_shards_too_encrypted_or_not(tmp_path):
     (tmp_path / "plain" / "m-2.tensors").write_bytes(data)
     with pytest.raises(HashMismatchError, match="'c'"):
         TensorDeserializer(tmp_path / "plain", device="cpu", verify_hash=True)
+
+
+@pytest.mark.parametrize("extension", ["tensors", "safetensors"])
+def test_shards_load_whatever_form_a_name_is_stored_in(tmp_path, extension):
+    shared = tensor((6,), seed=4)
+    state = {"": shared, "\x1e": tensor((7,)), "\x1etied": shared, "tied": shared}
+    save_file(state, tmp_path / f"m.{extension}", max_shard_size=30)
+    assert len(list(tmp_path.glob(f"m-*.{extension}"))) > 1
+    with TensorDeserializer(tmp_path, device="cpu", verify_hash=extension == "tensors") as found:
+        assert all(same(found[name], value) for name, value in state.items())
 
 
 def test_a_module_is_loaded_from_shards_of_tensors_files(tmp_path):
