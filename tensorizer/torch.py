@@ -130,7 +130,8 @@ def save_file(
         hashes: Digests to store (``.tensors`` only), as for :class:`tensorizer.TensorSerializer`.
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files beside the name `filename`, and then
             removes files of an earlier save of that name in another form (a single file, other shards, their index).
-            ``None``, the default, writes one file and removes nothing.
+            ``None``, the default, writes one file and removes nothing. The name of several files ends in ``.tensors``
+            or ``.safetensors``.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
 

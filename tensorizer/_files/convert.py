@@ -134,8 +134,8 @@ def convert(
         FormatError: The source is not a file of tensors.
         ImportError: The source is pickled, and this torch cannot read such files safely.
         OSError: The source cannot be read, or the target cannot be written.
-        ValueError: An argument has another value; `all_files` with a source that is not local, or with a `target` that
-            is neither a folder nor has a known extension.
+        ValueError: An argument has another value; `all_files` with a source that is not local; `all_files`, or several
+            shards, with a `target` that is neither a folder nor has a known extension.
     """
     begin = time.monotonic()
     access = Access.to_write(encryption, stream_options, progress)

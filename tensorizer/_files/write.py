@@ -88,6 +88,11 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     if len(plan.shards) > 1:
         if not isinstance(target, (str, os.PathLike)):
             raise ValueError(f"max_shard_size: wanted a path or URI as target, found {type(target).__name__}")
+        if not format_of(target, None, default=""):  # readers tell indexes and shards by the extension
+            raise ValueError(
+                "max_shard_size: wanted a name that ends in .tensors or .safetensors for several files, "
+                f"found {shown_location(target)}"
+            )
         names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
     files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
     for file in files:

@@ -403,6 +403,16 @@ for name, size in (("a.tensors", None), ("b.safetensors", None), ("c.safetensors
 """
 
 
+def test_shards_are_written_only_under_names_under_which_they_are_found_again(tmp_path):
+    two = {"a": torch.ones(9), "b": torch.ones(9)}
+    for name in ("served", "model.bin", "model.v2"):
+        with pytest.raises(ValueError, match=rf"max_shard_size: wanted a name .*found {tmp_path}/{name}$"):
+            save_file(two, tmp_path / name, format="tensors", max_shard_size=40)
+        assert list(tmp_path.iterdir()) == []
+    save_file(two, tmp_path / "served", max_shard_size="1GB")  # one file is
+    assert load_file(tmp_path / "served").keys() == two.keys()
+
+
 @pytest.mark.parametrize("shards", [2, 300])
 def test_shards_appear_together_or_not_at_all_and_many_of_them_keep_few_files_open(tmp_path, monkeypatch, shards):
     tensors = {f"t{i:03}": torch.full((9,), float(i)) for i in range(shards)}
