@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -89,6 +90,30 @@ def test_a_pipeline_goes_each_way_in_one_call(stable_diffusion, tmp_path, privat
                 if isinstance(component, torch.nn.Module):
                     assert_same_state(ours.components[name], component)
             assert torch.equal(image_of(ours), wanted)
+
+
+def test_code_in_the_folder_of_a_pipeline_is_never_run(stable_diffusion, tmp_path):
+    """Some releases of the library run it where the folder is a local one, as it is to them by then."""
+    cases = (
+        ({"_class_name": ["mine", "Mine"]}, "mine.py"),
+        ({}, "None.py"),  # the file of a custom_pipeline, where none is named
+        ({"scheduler": ["mine", "Mine"]}, "scheduler/mine.py"),
+        ({"scheduler": ["diffusers", "Mine"]}, "scheduler/diffusers.py"),
+        ({"more": ["diffusers", "DiffusionPipeline"]}, "more/None.py"),
+        ({"scheduler": ["this", "Mine"]}, "a module that is installed, and that nobody has imported"),
+    )
+    for number, (changes, name) in enumerate(cases):
+        folder = tmp_path / str(number)
+        shutil.copytree(stable_diffusion[0], folder)
+        index = json.loads((folder / "model_index.json").read_text())
+        if name.endswith(".py"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("raise SystemExit('code of the repository ran')")
+            ((folder / name).parent / "model_index.json").write_text(json.dumps(index))
+        (folder / "model_index.json").write_text(json.dumps({**index, **changes}))
+        with pytest.raises(ValueError, match=rf"{folder}.*model_index\.json: .*never run"):
+            from_pretrained(None, folder)
+    assert "this" not in sys.modules
 
 
 def test_one_model_of_diffusers_loads_by_itself(stable_diffusion, tmp_path):
@@ -268,6 +293,15 @@ def test_a_sentence_transformer_goes_each_way_in_one_call(tmp_path, private_fold
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_code_in_the_folder_of_a_sentence_transformer_is_never_run(tmp_path):
+    save_pretrained(tiny_models.sentence_transformer(tmp_path / "language model"), tmp_path / "out")
+    (tmp_path / "out" / "mine.py").write_text("raise SystemExit('code of the repository ran')")
+    listed = json.loads((tmp_path / "out" / "modules.json").read_text())
+    (tmp_path / "out" / "modules.json").write_text(json.dumps([*listed, {**listed[1], "type": "mine.Mine"}]))
+    with pytest.raises(ValueError, match=r"modules\.json: .*'mine\.Mine'.*never run"):
+        from_pretrained(None, tmp_path / "out")
+
+
 def test_temporary_files_are_in_memory_where_there_is_room(tmp_path, private_folders, monkeypatch):
     save_pretrained(tiny_models.sentence_transformer(tmp_path / "source"), tmp_path / "ours")
     for free, in_memory in ((1 << 40, True), (1000, False)):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
+from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError
 from tensorizer.integrations._hf import models
@@ -114,6 +116,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     _only_on_one_device(options)
     files = folder.fetch_all()
     components = folder.read_json(_PIPELINE)
+    _refuse_code(folder.label, files, components, options.model_kwargs)
     loaded: dict[str, Any] = {}
     for name, entry in components.items():
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
@@ -129,6 +132,33 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
         if isinstance(component, torch.nn.Module):
             component.to(options.device)
     return pipeline
+
+
+def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: Collection[str] = ()) -> None:
+    """Refuses a pipeline with classes that are not of libraries. Some releases of ``diffusers`` run the files in a
+    local folder that have their names, and import what else has.
+
+    Args:
+        label: The folder, for messages.
+        files: Where its small files are.
+        components: The content of its index.
+        given: Names of components that the caller has passed.
+    """
+    from diffusers import pipelines
+
+    message = f"{label}: {_PIPELINE}: its class{{}} is code that is not of the library, which is never run{{}}"
+    if isinstance(components.get("_class_name"), list) or (files / "None.py").exists():  # so without custom_pipeline
+        raise ValueError(message.format("", ""))
+    for name, entry in components.items():
+        if name.startswith("_") or not isinstance(entry, list) or not isinstance(entry[0] if entry else None, str):
+            continue
+        library = entry[0]
+        is_known = library in ("diffusers", "transformers", *sys.modules) or hasattr(pipelines, library)
+        if not is_known or (name not in given and (files / name / f"{library}.py").exists()):
+            raise ValueError(message.format(f" of {name!r:.200}", f"; import {library!r:.200} and pass {name!r:.200}"))
+        if (files / name / _PIPELINE).is_file():  # a pipeline in the pipeline
+            content = (files / name / _PIPELINE).read_bytes()
+            _refuse_code(f"{label}/{name}", files / name, json_content(f"{label}/{name}: {_PIPELINE}", content))
 
 
 def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
@@ -165,6 +195,11 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
     for module in folder.read_json(_SENTENCES, list):
         if not isinstance(module, dict) or not isinstance(module.get("path"), str):
             raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
+        if not str(module.get("type")).startswith("sentence_transformers."):  # else some releases run a file of it
+            raise ValueError(
+                f"{folder.label}: {_SENTENCES}: the class {module.get('type')!r:.200} is code that is not of the "
+                "library, which is never run"
+            )
         with contextlib.suppress(FileNotFoundError):  # a module without parameters, such as pooling
             found[module["path"].strip("/")] = find_weights(folder.below(module["path"]), "model", options)
     with private_copy(folder.fetch_all(), sum(weights.nbytes for weights in found.values())) as files:
