@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,10 +10,10 @@ import sys
 
 import pytest
 import tiny_models
-from servers import hub_repository
+from servers import file_server, hub_repository
 
 import tensorizer
-from tensorizer import FormatError, SigningKey
+from tensorizer import FormatError, SigningKey, StreamNotFoundError
 from tensorizer.integrations._hf import folders
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
@@ -161,6 +162,22 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
     assert not [text for answer in answers.values() for text in answer if hub_repository.TOKEN in str(text)]
     cached = [path.name for path in (tmp_path / "home").rglob("*") if path.is_symlink()]
     assert cached.count("model.tensors") == 2  # what was streamed is not there a second time
+
+
+def test_files_of_a_prefix_are_asked_for_by_their_names_and_what_is_listed_has_to_be_there(tmp_path):
+    names = ["a b.json", "a#b.json", "a?b.json", "a%20b.json", "é/c.json"]
+    for name in ["a", *names]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f'"{name}"')
+    (tmp_path / folders.MANIFEST).write_text(json.dumps(names))
+    with file_server.serve_folder(tmp_path) as url:
+        for listing in (None, names):
+            with contextlib.closing(folders.RemoteFolder(url, None, names=listing)) as folder:
+                files = folder.fetch_all()
+                assert all((files / name).read_text() == f'"{name}"' for name in names)
+        gone = contextlib.closing(folders.RemoteFolder(url, None, "org/name", ["config.json"]))
+        with gone as folder, pytest.raises(StreamNotFoundError, match=r"org/name: .*config\.json"):
+            folder.read_json("config.json")
 
 
 def test_what_names_a_repository_and_what_does_not():

@@ -9,6 +9,7 @@ import glob
 import re
 import shutil
 import tempfile
+import urllib.parse
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -201,7 +202,8 @@ class RemoteFolder(ModelFolder):
         return self._known[name]
 
     def _weight(self, name: str) -> Any:
-        return f"{self._prefix}/{name}"
+        as_given = name == self.file or scheme_of(self._prefix) not in ("http", "https")
+        return f"{self._prefix}/{name if as_given else urllib.parse.quote(name)}"
 
     def _copy(self, name: str) -> bool:
         if not _is_plain(name):
@@ -218,8 +220,8 @@ class RemoteFolder(ModelFolder):
 
     def _fetch(self, names: Sequence[str]) -> Path:
         for name in names:
-            if self._has(name) and not (self._folder / name).exists():
-                self._copy(name)
+            if self._has(name) and not (self._folder / name).exists() and not self._copy(name):
+                raise StreamNotFoundError(f"{self.label}: {name!r:.200} is listed, and is not there")
         return self._folder
 
     def _names(self) -> Collection[str]:
