@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
 from servers import file_server, hub_repository
 
 import tensorizer
-from tensorizer import FormatError, SigningKey, StreamNotFoundError
+from tensorizer import FormatError, SigningKey, StreamError, StreamNotFoundError
 from tensorizer.integrations._hf import folders
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
@@ -191,6 +192,13 @@ def test_what_names_a_repository_and_what_does_not():
     for uri in ("hf://name", "hf://datasets/org/name", "hf://org"):
         with pytest.raises(ValueError, match="wanted hf://"):
             folders.parse_uri(uri)
+
+
+def test_a_hub_that_names_no_commit_is_not_read(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha=None, siblings=[]))
+    with pytest.raises(StreamError, match=r"org/name@v1: .*commit"):  # what it calls main instead may be another model
+        from_pretrained(None, "org/name", revision="v1", cache=False)
 
 
 def test_a_revision_stays_inside_of_the_cache(tmp_path, monkeypatch):

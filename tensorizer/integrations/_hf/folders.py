@@ -21,7 +21,7 @@ from tensorizer._files.copy import MODEL_ENDINGS, exists
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_location, shown_uri
-from tensorizer.errors import StreamNotFoundError, named
+from tensorizer.errors import StreamError, StreamNotFoundError, named
 
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
@@ -305,6 +305,8 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
     names = {sibling.rfilename for sibling in info.siblings or ()}
     if options.cache:
         return _CachedRepo(repo, folder, names, options.token)
+    if not info.sha:
+        raise StreamError(f"{shown}: the hub does not say which commit that is")
     prefix = huggingface_hub.hf_hub_url(repo, "x", revision=info.sha)[: -len("/x")]
     headers = build_hf_headers(token=options.token)  # they go to the host of the hub alone
     return RemoteFolder(prefix, {"http_options": stream_io.HTTPOptions(headers=headers)}, repo, names)
