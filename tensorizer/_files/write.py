@@ -85,6 +85,8 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     hashes = check_hashes(options.hashes, encrypted=access.encryption is not None)
     plan = _plan(contents, format_of(target, options.format), options, access)
     names: list[Any] = [target]
+    if isinstance(target, (str, os.PathLike)) and shards.is_index_name(os.fsdecode(target)):
+        raise ValueError(f"target: wanted the name of a file of tensors, found {shown_location(target)}")
     if len(plan.shards) > 1:
         if not isinstance(target, (str, os.PathLike)):
             raise ValueError(f"max_shard_size: wanted a path or URI as target, found {type(target).__name__}")

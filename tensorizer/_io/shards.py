@@ -259,6 +259,11 @@ def names_of_model(name: str, among: Iterable[str]) -> list[str]:
     return sorted(other for other in among if other in (name, index_name(name)) or shard.match(other))
 
 
+def is_index_name(name: str) -> bool:
+    """Whether a name is that of an index, which no file of tensors may have: it would be read as one."""
+    return re.search(_INDEX_NAME, name.rpartition("/")[2]) is not None
+
+
 def index_name(name: str) -> str:
     """The index that belongs to a name: ``model.safetensors.index.json``."""
     return f"{name}.index.json"

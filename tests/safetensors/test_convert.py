@@ -403,12 +403,15 @@ for name, size in (("a.tensors", None), ("b.safetensors", None), ("c.safetensors
 """
 
 
-def test_shards_are_written_only_under_names_under_which_they_are_found_again(tmp_path):
+def test_models_are_written_only_under_names_under_which_they_are_found_again(tmp_path):
     two = {"a": torch.ones(9), "b": torch.ones(9)}
     for name in ("served", "model.bin", "model.v2"):
         with pytest.raises(ValueError, match=rf"max_shard_size: wanted a name .*found {tmp_path}/{name}$"):
             save_file(two, tmp_path / name, format="tensors", max_shard_size=40)
         assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"wanted the name of a file of tensors, found .*/m\.tensors\.index\.json$"):
+        save_file(two, tmp_path / "m.tensors.index.json")
+    assert list(tmp_path.iterdir()) == []
     save_file(two, tmp_path / "served", max_shard_size="1GB")  # one file is
     assert load_file(tmp_path / "served").keys() == two.keys()
 
