@@ -467,6 +467,22 @@ class TestChecksums:
         assert upload()
 
 
+@pytest.mark.parametrize("named", ["by the settings", "by the environment"])
+def test_a_proxy_that_boto3_does_not_know_is_told_of_without_its_password(monkeypatch, named):
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    proxy = "socks5://user:topsecret@127.0.0.1:1"
+    arguments = {"s3_access_key_id": KEY, "s3_secret_access_key": SECRET, "s3_endpoint": "store.invalid"}
+    options = HTTPOptions(proxy=proxy if named == "by the settings" else None)
+    if named == "by the environment":
+        monkeypatch.setenv("http_proxy", proxy)
+    stream = open_stream("s3://bucket/hand", "wb", force_http=True, http_options=options, **arguments)
+    stream.write(b"x")
+    with pytest.raises(botocore.exceptions.ProxyConnectionError, match=r"127\.0\.0\.1:1") as caught:
+        stream.close()
+    assert "topsecret" not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
+
+
 class TestAnswersOfOtherServers:
     """A gateway or a login page answers everything, and stores nothing."""
 

@@ -25,6 +25,8 @@ _loaders: dict[Optional[str], Any] = {}
 
 _HOST_AND_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~%-]+)?\])(?::[0-9]{0,5})?")
 
+_AWS = "https://s3.amazonaws.com"
+
 # Stores that know buckets as host names only.
 _VIRTUAL_HOSTS = ("cwobject.com", "cwlota.com")
 
@@ -161,12 +163,31 @@ def _config(settings: dict[str, Any]) -> Any:
 
 
 def _proxies(http: Optional[HTTPOptions], endpoint: Optional[str]) -> Optional[dict[str, str]]:
-    """The proxies of the settings as botocore takes them; ``None`` leaves it to the environment."""
+    """The proxies as botocore takes them; ``None`` leaves it to the environment.
+
+    Of a proxy of another kind, such as SOCKS, its errors show the password. It cannot use one: the login is left out.
+    """
+    from botocore.utils import get_environ_proxies
+
+    chosen = _chosen_proxies(http, endpoint)
+    found = get_environ_proxies(endpoint or _AWS) if chosen is None else chosen
+    shown = {kind: _without_login(proxy) for kind, proxy in found.items()}
+    return chosen if shown == found else shown
+
+
+def _without_login(proxy: str) -> str:
+    scheme, separator, rest = proxy.partition("://")
+    is_known = not separator or scheme in ("http", "https")
+    return proxy if is_known else f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def _chosen_proxies(http: Optional[HTTPOptions], endpoint: Optional[str]) -> Optional[dict[str, str]]:
+    """Those of the settings; ``None`` where they leave it to the environment."""
     if http is None or (http.proxy is None and http.no_proxy is None):
         return None
     from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
-    host = split_uri(endpoint or "https://s3.amazonaws.com").authority
+    host = split_uri(endpoint or _AWS).authority
     if proxy_bypass_environment(host, None if http.no_proxy is None else {"no": http.no_proxy}):
         return {}
     if http.proxy is None:
