@@ -142,7 +142,8 @@ def convert(
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, None, False)
         reading = Access.to_read(decryption, stream_options, trust=trust)
-        contents, skipped, shown_source, files_read = _open_contents(stack, source, reading, key, skip_non_tensors)
+        contents, skipped, files_read, file = _open_contents(stack, source, reading, key, skip_non_tensors)
+        shown_source = os.fspath(source) if file is None else file.source_name
         options = WriteOptions(
             format=format,
             dtype=dtype,
@@ -161,8 +162,10 @@ def convert(
         beside = copies_beside(source, target, force, stream_options) if all_files else []
         plan, files = write_contents(contents, target, options, access)
         if not dry_run:
-            for file, copy in beside:
-                copy_file(file, copy, stream_options=stream_options)
+            if file is not None:
+                _warn_of_signatures(file, source)
+            for other, copy in beside:
+                copy_file(other, copy, stream_options=stream_options)
         return ConversionReport(
             source=shown_source,
             target=shown_location(target),
@@ -190,17 +193,16 @@ def _check_is_told_from_folders(target: Any) -> None:
 
 def _open_contents(
     stack: contextlib.ExitStack, source: Any, access: Access, key: Optional[str], skip_non_tensors: bool
-) -> tuple[Contents, list[str], str, list[Any]]:
-    """The tensors of a source, what of a pickle is none, its name, and the files that the tensors come from."""
+) -> tuple[Contents, list[str], list[Any], Optional[OpenFile]]:
+    """The tensors of a source, what of a pickle is none, the files that they come from, and the open file, if any."""
     files = pickled_files(source)
     if files:
         if access.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
-        return contents_of_tensors(tensors), skipped, os.fspath(source), [source, *files]
+        return contents_of_tensors(tensors), skipped, [source, *files], None
     file = stack.enter_context(open_whole(source, access))
-    _warn_of_signatures(file, source)
-    return contents_of_file(file, verify=file.index.stores_hashes), [], file.source_name, file.opened.locations
+    return contents_of_file(file, verify=file.index.stores_hashes), [], file.opened.locations, file
 
 
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:

@@ -48,6 +48,7 @@ from tensorizer import (
     FormatError,
     HashMismatchError,
     SigningKey,
+    StreamExistsError,
     TensorDeserializer,
     TensorSerializer,
     torch_compat,
@@ -394,6 +395,10 @@ def test_what_writes_a_file_anew_warns_that_signatures_are_gone(tmp_path, caplog
         tensorizer.convert(embedded, tmp_path / "never", public_key=OTHER.public_key)
     assert not (tmp_path / "never").exists()
     caplog.clear()
+    with pytest.raises(StreamExistsError):
+        tensorizer.convert(embedded, tmp_path / "out.tensors", force=False)
+    tensorizer.convert(embedded, tmp_path / "never", dry_run=True)
+    assert not caplog.records  # where no new file is
     encrypt = ("--generate-key", tmp_path / "key")
     result = run("encrypt", embedded, tmp_path / "encrypted.tensors", *encrypt)
     assert result.returncode == 0, result.stderr
