@@ -292,7 +292,6 @@ def test_a_sentence_transformer_goes_each_way_in_one_call(tmp_path, private_fold
     assert (from_pretrained(again, tmp_path / "ours").encode("abc") == theirs.encode("abc")).all()
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
 def test_code_in_the_folder_of_a_sentence_transformer_is_never_run(tmp_path):
     save_pretrained(tiny_models.sentence_transformer(tmp_path / "language model"), tmp_path / "out")
     (tmp_path / "out" / "mine.py").write_text("raise SystemExit('code of the repository ran')")
@@ -302,6 +301,7 @@ def test_code_in_the_folder_of_a_sentence_transformer_is_never_run(tmp_path):
         from_pretrained(None, tmp_path / "out")
 
 
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
 def test_temporary_files_are_in_memory_where_there_is_room(tmp_path, private_folders, monkeypatch):
     save_pretrained(tiny_models.sentence_transformer(tmp_path / "source"), tmp_path / "ours")
     for free, in_memory in ((1 << 40, True), (1000, False)):
