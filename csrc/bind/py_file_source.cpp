@@ -1,5 +1,6 @@
 #include "bind/py_file_source.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -13,6 +14,7 @@ namespace {
 
 constexpr uint64_t kReadNbytes = uint64_t{16}
                                  << 20;  // per call, so that Ctrl-C is noticed in between
+constexpr uint64_t kOwnCallNbytes = uint64_t{64} << 10;
 
 std::optional<uint64_t> measure(py::handle file) {
   try {
@@ -69,17 +71,27 @@ PyFileSource::PyFileSource(py::object file, std::string name)
 
 void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
                            const std::stop_token& stop) {
-  if (slices.size() == 1) {
-    const uint64_t got = read_up_to(offset, slices[0], stop);
-    if (got < slices[0].size())
-      io::throw_truncated(name_, offset + got, slices[0].size() - got, offset + got);
-    return;
+  const auto fill = [&](io::Slice into) {
+    const uint64_t got = read_up_to(offset, into, stop);
+    if (got < into.size())
+      io::throw_truncated(name_, offset + got, into.size() - got, offset + got);
+    offset += got;
+  };
+  const auto is_small = [](io::Slice slice) { return slice.size() < kOwnCallNbytes; };
+  while (!slices.empty()) {
+    const auto small =
+        static_cast<size_t>(std::ranges::find_if_not(slices, is_small) - slices.begin());
+    if (small < 2) {
+      fill(slices[0]);
+      slices = slices.subspan(1);
+      continue;
+    }
+    // One call, then a copy, is cheaper than a call each.
+    std::vector<std::byte> joined(io::total_nbytes(slices.first(small)));
+    fill(joined);
+    io::ScatterCursor(slices.first(small)).put(joined);
+    slices = slices.subspan(small);
   }
-  // Many small pieces: one call, then a copy, is cheaper than a call each.
-  throw_if_stopped(stop);
-  std::vector<std::byte> joined(io::total_nbytes(slices));
-  read_at(offset, io::Slice(joined), stop);
-  io::ScatterCursor(slices).put(joined);
 }
 
 uint64_t PyFileSource::read_up_to(uint64_t offset, io::Slice into, const std::stop_token& stop) {

@@ -113,6 +113,27 @@ def test_short_reads_of_an_object_are_continued():
     assert_same(load(Stingy(DATA), verify_hash=True), VALUES)
 
 
+class Watched(Minimal):
+    """Knows how many bytes went to which addresses."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.filled: dict[int, int] = {}
+
+    def readinto(self, buffer) -> int:
+        self.filled[torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()] = memoryview(buffer).nbytes
+        return self.stream.readinto(buffer)
+
+
+def test_an_object_fills_large_tensors_where_they_stay():
+    values = {str(i): tensor((n,), torch.uint8) for i, n in enumerate((100, 300_000, 7, 70_000, 9, 100_000))}
+    stream = Watched(state_dict_bytes(values))
+    found = load(stream)
+    assert_same(found, values)
+    for value in found.values():
+        assert (stream.filled.get(value.data_ptr()) == value.nbytes) is (value.nbytes >= 65536)
+
+
 class Broken(Minimal):
     def readinto(self, buffer) -> int:
         if self.stream.tell() > 100_000:
