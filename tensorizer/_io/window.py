@@ -82,7 +82,12 @@ class WindowedReader(io.BufferedIOBase):
         self._check_open()
         if size is None or size < 0:
             return self._read_rest()
-        data = self._read_sized(self._available(size)) if self._knows_size() else self._read_pieces(size)
+        if self._in_window(size) == size:  # as most small reads find it
+            start = self._position - self._window_start
+            data = bytes(self._window[start : start + size])
+            self._position += size
+        else:
+            data = self._read_sized(self._available(size)) if self._knows_size() else self._read_pieces(size)
         self._count(len(data))
         return data
 
