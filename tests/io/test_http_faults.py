@@ -484,7 +484,8 @@ faults = st.one_of(
     st.just(Reply(headers={"ETag": '"changed"'})),
     st.just(Reply(headers={"Content-Range": "bytes 0-1/2"})),
     st.just(Reply(raw=b"junk\r\n\r\n")),
-    st.just(Reply(body=b"short")),
+    # Another body of the right size would be taken for the right one.
+    st.sampled_from([b"", b"long" * 100_000]).map(lambda body: Reply(body=body)),
 )
 
 
