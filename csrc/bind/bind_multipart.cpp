@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -66,7 +67,8 @@ class PythonTransport final : public io::MultipartTransport {
   // Status 200 alone is no proof: a gateway or a login page answers so, too, and stores nothing.
   std::string etag_of(const io::ResponseHead& response, const std::string& answer) const {
     const auto etag = io::find_field(response.headers, "etag");
-    if (!etag || etag->empty())
+    const auto is_text = [](char c) { return c > ' ' && c <= '~'; };
+    if (!etag || etag->empty() || !std::ranges::all_of(*etag, is_text))
       throw Error(
           Errc::io,
           "Failed to write " + name_ + ": " + answer + " has no ETag; the server does not speak S3",

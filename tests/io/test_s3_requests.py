@@ -514,14 +514,14 @@ class TestAnswersOfOtherServers:
                 stream.close()
 
     def test_an_upload_that_was_not_completed_is_an_error_and_aborted(self, store, monkeypatch):
-        for operation in ("CompleteMultipartUpload", "UploadPart"):
-            for answer in self.ANSWERS:
-                with monkeypatch.context() as patch:
-                    self.answer(patch, store, operation, answer)
-                    with pytest.raises(StreamError, match=r"s3://bucket/model "):
-                        save(store, state())
-                    assert len(store.of("AbortMultipartUpload")) == 1, (operation, answer)
-                    assert store.open_uploads == store.objects == {}
+        cases = [(operation, a) for operation in ("CompleteMultipartUpload", "UploadPart") for a in self.ANSWERS]
+        for operation, answer in [*cases, ("UploadPart", (200, {"ETag": '"\xe9"'}, b""))]:
+            with monkeypatch.context() as patch:
+                self.answer(patch, store, operation, answer)
+                with pytest.raises(StreamError, match=r"s3://bucket/model "):
+                    save(store, state())
+                assert len(store.of("AbortMultipartUpload")) == 1, (operation, answer)
+                assert store.open_uploads == store.objects == {}
 
     def test_an_upload_that_is_gone_is_complete_only_if_the_object_is_that_of_its_parts(self, store, monkeypatch):
         old, new = state(), state(seed=100)
