@@ -146,16 +146,16 @@ def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: 
     """
     from diffusers import pipelines
 
-    message = f"{label}: {_PIPELINE}: its class{{}} is code that is not of the library, which is never run{{}}"
+    refused, reason = f"{label}: {_PIPELINE}: its class", "is code that is not of the library, which is never run"
     if isinstance(components.get("_class_name"), list) or (files / "None.py").exists():  # so without custom_pipeline
-        raise ValueError(message.format("", ""))
+        raise ValueError(f"{refused} {reason}")
     for name, entry in components.items():
         if name.startswith("_") or not isinstance(entry, list) or not isinstance(entry[0] if entry else None, str):
             continue
         library = entry[0]
         is_known = library in ("diffusers", "transformers", *sys.modules) or hasattr(pipelines, library)
         if not is_known or (name not in given and (files / name / f"{library}.py").exists()):
-            raise ValueError(message.format(f" of {name!r:.200}", f"; import {library!r:.200} and pass {name!r:.200}"))
+            raise ValueError(f"{refused} of {name!r:.200} {reason}; import {library!r:.200} and pass {name!r:.200}")
         if (files / name / _PIPELINE).is_file():  # a pipeline in the pipeline
             content = (files / name / _PIPELINE).read_bytes()
             _refuse_code(f"{label}/{name}", files / name, json_content(f"{label}/{name}: {_PIPELINE}", content))
