@@ -21,9 +21,11 @@ from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer.errors import LoadError
 
 logger = logging.getLogger("tensorizer.serialization")
+
+# What nearly all tensors of modules are: they are told by their type, since a call for each takes longer.
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 class Filling(NamedTuple):
@@ -189,7 +191,8 @@ class ModuleFill:
 
     def check(self) -> None:
         """Refuses what does not fit, and finds the places of tensors that the module has no place for yet."""
-        sharded = [name for name, slot in self._slots.items() if name in self._stored and is_dtensor(slot.tensor)]
+        unusual = [name for name, slot in self._slots.items() if type(slot.tensor) not in _PLAIN]
+        sharded = [name for name in unusual if name in self._stored and is_dtensor(self._slots[name].tensor)]
         if sharded:
             raise NotImplementedError(
                 f"{self.report.source}: {sharded[0]!r} is a DTensor in {self.report.module}, and a whole tensor cannot "
@@ -202,21 +205,19 @@ class ModuleFill:
             raise report.error(refused, strict=True)
         new: dict[str, Slot] = {}
         for name in report.loaded if self._how.by_modules else ():
-            slot, type = self._slots.get(name), self._file.index.type(self._stored[name])
-            is_buffer = type == TensorType.BUFFER
-            if slot is None or (is_buffer is not slot.is_buffer and type != TensorType.STATE_DICT):
+            slot, kind = self._slots.get(name), self._file.index.type(self._stored[name])
+            is_buffer = kind == TensorType.BUFFER
+            if slot is None or (is_buffer is not slot.is_buffer and kind != TensorType.STATE_DICT):
                 new[name] = _new_slot(self._view.modules, name, is_buffer)
         if refused:
             raise report.error(refused, strict=False)
         copied = [] if self._assign is True or self.hands_over else report.loaded
         expanded = [name for name in copied if _is_expanded(self._slots[name].tensor) and not self._is_meta(name)]
         if expanded:
-            error = LoadError(
+            raise report.refusal(
                 f"{report.source}: tensors of the model that are expanded have several elements in one place, which no "
                 f"copy can fill: {listed(expanded)}; clone() them before, or use assign=True"
             )
-            error.report, error.source = report, report.source
-            raise error
         self._slots = {**self._slots, **new} if new else self._slots
 
     @functools.cached_property
@@ -313,9 +314,7 @@ class ModuleFill:
                 state, strict=self._strict and self._view.loads_itself, **options
             )
         except RuntimeError as error:
-            refusal = LoadError(str(error))
-            refusal.report, refusal.source = self.report, self.report.source
-            raise refusal from None
+            raise self.report.refusal(str(error)) from None
         groups = [group for group in self._view.groups if not hidden.keys().isdisjoint(group)]
         self._place(hidden, groups)
         unexpected = tuple(getattr(result, "unexpected_keys", ()))

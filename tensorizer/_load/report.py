@@ -155,7 +155,11 @@ class LoadReport:
                 quoted = ", ".join(f'"{name}"' for name in names)
                 if quoted:
                     problems.insert(0, f"{title} key(s) in state_dict: {quoted}. ")
-        error = LoadError("\n\t".join([f"Error(s) in loading state_dict for {self.module}:", *problems]))
+        return self.refusal("\n\t".join([f"Error(s) in loading state_dict for {self.module}:", *problems]))
+
+    def refusal(self, text: str) -> LoadError:
+        """The error for a load that does not go on, in other words."""
+        error = LoadError(text)
         error.report, error.source = self, self.source
         return error
 
