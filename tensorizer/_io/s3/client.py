@@ -150,6 +150,7 @@ def make_client(
     )
     if trust.path:
         _trust_folder(client, trust)
+    _expect_answers(client)
     return client
 
 
@@ -242,7 +243,7 @@ _TOLD = {
 }
 
 
-def expect_answers(client: Any) -> None:
+def _expect_answers(client: Any) -> None:
     """Has the client's writes and lists raise ``StreamError`` where boto3 takes a success that says nothing for one."""
     events = getattr(client.meta, "events", None)
     if events is not None:

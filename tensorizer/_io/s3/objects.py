@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.s3.access import S3Access, explicit_access, named_endpoint, resolve
-from tensorizer._io.s3.client import SignedRequest, expect_answers, presign, s3_code, translated
+from tensorizer._io.s3.client import SignedRequest, presign, s3_code, translated
 from tensorizer._io.s3.options import (
     READ_ENDPOINT,
     WRITE_ENDPOINT,
@@ -218,7 +218,6 @@ def _upload_file(
     from boto3.s3.transfer import TransferConfig
 
     config = TransferConfig(use_threads=with_threads)
-    expect_answers(access.client)
     try:
         access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
     except StreamError as error:
@@ -284,7 +283,6 @@ class S3Prefix:
         Raises:
             OSError: The store refused, or did not answer.
         """
-        expect_answers(self._access.client)
         pages = self._access.client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix, Delimiter="/"
         )

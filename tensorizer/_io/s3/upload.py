@@ -13,7 +13,7 @@ from typing import Any, Optional
 from tensorizer import _C
 from tensorizer._io.options import HTTPOptions
 from tensorizer._io.s3.access import S3Access
-from tensorizer._io.s3.client import expect_answers, explain, presign, s3_code, translated
+from tensorizer._io.s3.client import explain, presign, s3_code, translated
 from tensorizer._io.s3.options import S3Location, S3Options, params_of
 from tensorizer.errors import StreamError
 
@@ -39,7 +39,6 @@ class S3Upload:
 
     def __init__(self, access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> None:
         self._client = access.client
-        expect_answers(self._client)
         self._host = access.host
         self._target = location.params
         self._extra = extra
