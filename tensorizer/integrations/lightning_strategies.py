@@ -29,22 +29,26 @@ __all__ = ["TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
 # The tensor of a sharded checkpoint that holds everything but tensors of model and optimizers.
 _REST = "lightning"
 # The file by which Lightning knows the folder of a sharded checkpoint.
-_SIGN = "meta.pt"
+_META = "meta.pt"
 
 
-class _SigningWriter(TensorizerWriter):
-    """Also writes the sign: where there is none before the marker, which makes a checkpoint complete."""
+class _WriterForLightning(TensorizerWriter):
+    """Also writes Lightning's file, before the marker if there is none: complete checkpoints have one at any moment."""
 
-    def __init__(self, path: Path, sign: bytes, **options: Any) -> None:
+    def __init__(self, path: Path, meta: bytes, **options: Any) -> None:
         super().__init__(path, **options)
-        self._sign = sign
+        self._meta = meta
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        folder = self._folder()
-        if not folder.exists(_SIGN):
-            folder.write(_SIGN, self._sign, fsync=self._fsync, replace=True)
+        replaces = self._folder().exists(_META)
+        if not replaces:
+            self._write_meta()
         super().finish(metadata, results)
-        folder.write(_SIGN, self._sign, fsync=self._fsync, replace=True)
+        if replaces:
+            self._write_meta()
+
+    def _write_meta(self) -> None:
+        self._folder().write(_META, self._meta, fsync=self._fsync, replace=True)
 
 
 class _ShardedCheckpoints(abc.ABC):
@@ -97,8 +101,8 @@ class _ShardedCheckpoints(abc.ABC):
         if first and path.is_file():
             path.unlink()
         # In clear, so what is encrypted beside it is not in there.
-        sign = rest if self._writer.get("encryption") is None else torch_saved({}).getvalue()
-        state_dict_saver.save(state, storage_writer=_SigningWriter(path, sign, **self._writer))
+        meta = rest if self._writer.get("encryption") is None else torch_saved({}).getvalue()
+        state_dict_saver.save(state, storage_writer=_WriterForLightning(path, meta, **self._writer))
 
     def load_checkpoint(
         self, checkpoint_path: Union[str, os.PathLike[str]], weights_only: Optional[bool] = None
@@ -118,7 +122,7 @@ class _ShardedCheckpoints(abc.ABC):
         """
         strategy: Any = self
         path = Path(strategy.broadcast(checkpoint_path))
-        with dcp_default(reader=self._reader):  # before torch 2.6, None would unpickle the sign
+        with dcp_default(reader=self._reader):  # before torch 2.6, None would unpickle meta.pt
             found: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
                 path, weights_only=weights_only is not False
             )
@@ -129,7 +133,7 @@ class _ShardedCheckpoints(abc.ABC):
             return found
         if not isinstance(saved_as, TensorStorageMetadata):
             return found
-        # The sign is not part of the checkpoint's one step: a save that was killed may leave that of an older one.
+        # meta.pt is not part of the checkpoint's one step: a save that was killed may leave that of an older one.
         rest = {_REST: empty(saved_as.size, dtype=torch.uint8, device="cpu")}
         state_dict_loader.load(rest, storage_reader=reader)
         data = io.BytesIO(rest[_REST].numpy().tobytes())
