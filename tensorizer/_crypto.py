@@ -12,7 +12,7 @@ from typing import Any, Optional, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._system.config import env_text
-from tensorizer.errors import CryptographyError as CryptographyError  # callers may look for it here
+from tensorizer.errors import CryptographyError as CryptographyError  # 2.12.1 has it here, too
 
 # --- whether encryption works here, and with which kernel -----------------------------------------------------------
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint64_t kReadNbytes = uint64_t{16}
                                  << 20;  // per call, so that Ctrl-C is noticed in between
+// Pieces from here on go to where they stay by a call of their own; a copy would take longer.
 constexpr uint64_t kOwnCallNbytes = uint64_t{64} << 10;
 
 std::optional<uint64_t> measure(py::handle file) {

@@ -298,10 +298,8 @@ def _view_of(module: torch.nn.Module) -> tuple[ModuleView, frozenset[str]]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name not in paths
     }
-    made = {
-        name: slot.tensor for name, slot in view.slots.items() if slot.tensor is not None and not slot.tensor.is_meta
-    }
-    made = {name: tensor for name, tensor in made.items() if id(tensor) not in own}
+    there = {name: slot.tensor for name, slot in view.slots.items() if slot.tensor is not None}
+    made = {name: tensor for name, tensor in there.items() if id(tensor) not in own and not tensor.is_meta}
     memory = {_memory(tensor) for tensor in own.values()} - {0} if made else set()
     view.slots.update((name, slot) for name, slot in hidden.items() if slot.tensor is not None)
     return view, frozenset(name for name, tensor in made.items() if _memory(tensor) not in memory)
