@@ -96,9 +96,9 @@ class HTTPOptions:
         direct_nbytes: Over plain HTTP/1.1, a read of at least this many bytes goes from the socket into its tensor.
             Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate
             connection, which costs more than the copy below 256 KiB, the default. 1 for all.
-        hedge_after: A request is abandoned after this time if it also takes four times as long as requests usually
-            take. The missing bytes are requested on a new connection; that request may take four times as long. 0 for
-            never.
+        hedge_after: A body is abandoned this time after its beginning if it also takes four times as long as requests
+            usually take. The missing bytes are requested on a new connection, once for each range. A request without
+            an answer is not abandoned before it stalls. 0 for never.
         http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
         headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. For
             tokens that expire, pass a callable without arguments that returns them. It is called before the first

@@ -241,12 +241,12 @@ bool is_direct_framing(const ResponseHead& head) {
   return head.status_line.starts_with("HTTP/1.1 ") && body_length(head);
 }
 
-std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
-                                  const std::stop_token& stop) {
+bool direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
+                 const std::stop_token& stop) {
   const HttpOptions& options = read.client.options;
   HttpCounters& counters = read.client.counters;
   const std::string text = request_text(options, read.request);
-  if (text.empty()) return std::nullopt;
+  if (text.empty()) return false;
   SocketOptions target;
   target.host = read.request.url->host;
   target.port = read.request.url->port;
@@ -254,11 +254,10 @@ std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const Direc
   target.stall_timeout = options.stall_timeout;
   counters.requests.fetch_add(1, std::memory_order_relaxed);
   std::unique_ptr<CurlSocket> socket = std::move(kept);
-  bool reused = !read.request.fresh && socket && socket->leads_to(target) && socket->is_quiet();
+  bool reused = socket && socket->leads_to(target) && socket->is_quiet();
   for (;; reused = false) {
     if (!reused) socket = connect(read, target, stop);
     Exchange exchange(read, *socket, stop);
-    const auto sent_at = HttpExchange::Clock::now();
     std::optional<ResponseHead> head;
     if (!exchange.send(text) || !exchange.receive_head(head)) {
       // A server may close a connection that waits at the moment in which we use it.
@@ -271,9 +270,8 @@ std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const Direc
     const bool is_error = length && head->status >= 400 && head->status != 416;
     if (!length || (head->status != 206 && !is_error)) {
       read.client.indirect_reads.store(kIndirectReads);
-      return std::nullopt;
+      return false;
     }
-    const std::chrono::duration<double> to_first_byte = HttpExchange::Clock::now() - sent_at;
     counters.answered.store(true, std::memory_order_relaxed);
     if (is_error) fail_with_status(exchange, *head, *length);
     read.accept(*head);
@@ -281,7 +279,7 @@ std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const Direc
     const auto connection = find_field(head->headers, "connection");
     const bool stays_open = !connection || equals_ignoring_case(*connection, "keep-alive");
     if (stays_open && exchange.text.empty()) kept = std::move(socket);
-    return to_first_byte.count();
+    return true;
   }
 }
 

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <functional>
-#include <optional>
 #include <stop_token>
 
 #include "io/http/http_client.h"
@@ -31,14 +30,14 @@ struct DirectRead {
   std::function<void()> meanwhile;
 };
 
-// Returns the seconds to the first byte; nullopt: libcurl has to send the request, and those of the
-// next reads if what came back is the reason.
+// False: libcurl has to send the request, and those of the next reads if what came back is the
+// reason.
 //
 // Cannot send https, passwords, HTTP/2, unusual headers, and nothing through a proxy; those of the
 // environment are ruled out by HttpOptions::direct_nbytes. Uses the connection in `kept` if it
 // fits, and leaves there the one that can be used again. Throws HttpFailure, what `meanwhile`
 // throws, Errc::cancelled.
-std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
-                                  const std::stop_token& stop);
+bool direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
+                 const std::stop_token& stop);
 
 }  // namespace tensorizer::io

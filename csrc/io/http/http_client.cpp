@@ -278,16 +278,7 @@ std::chrono::milliseconds HttpDeadline::bound(std::chrono::milliseconds delay) c
                     std::chrono::milliseconds(0), delay);
 }
 
-bool HttpDeadline::lags() const {
-  constexpr int kMuchLonger = 4;
-  constexpr int kMostLagging = 6;  // far beyond the time after which a request has stalled
-  if (!usual_ || hedge_after_.count() == 0 || lagged_ > kMostLagging) return false;
-  const std::chrono::duration<double> spent = (Clock::now() - begun_) / (1 << (2 * lagged_));
-  return spent >= hedge_after_ && spent >= kMuchLonger * usual_();
-}
-
 void HttpDeadline::check() const {
-  if (lags()) throw HttpLag();
   if (limit_.count() == 0 || Clock::now() - start_ < limit_) return;
   throw HttpFailure{
       Errc::io, "not done within the total timeout of " + std::to_string(limit_.count()) + " ms",

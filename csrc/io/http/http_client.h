@@ -88,41 +88,21 @@ class HttpEndpoint {
   SharedTarget target_ GUARDED_BY(mutex_);  // of all that; nullptr when it has changed
 };
 
-// Thrown when a request takes much longer than it should: another one may do better.
-struct HttpLag {};
-
-// Ends an operation that takes longer than HttpOptions::total_timeout, and one request of it that
-// lags.
+// Ends an operation that takes longer than HttpOptions::total_timeout.
 class HttpDeadline {
  public:
   using Clock = std::chrono::steady_clock;
   explicit HttpDeadline(const HttpOptions& options) noexcept
-      : limit_(options.total_timeout), hedge_after_(options.hedge_after), start_(Clock::now()) {}
-  // Throws HttpFailure, HttpLag.
+      : limit_(options.total_timeout), start_(Clock::now()) {}
+  // Throws HttpFailure.
   void check() const;
   void restart() noexcept { start_ = Clock::now(); }
-  // What runs now, of a request that follows `lagged` ones that were given up, should take as long
-  // from here as `usual` says, which is asked again and again. Each of these requests gets more
-  // time than the one before it, so the last one is waited for.
-  void begin_request(std::function<std::chrono::duration<double>()> usual, int lagged) {
-    usual_ = std::move(usual);
-    lagged_ = lagged;
-    begun_ = Clock::now();
-  }
-  // Whatever runs now may take its time.
-  void end_request() noexcept { usual_ = nullptr; }
   // `delay`, or what is left if that is less.
   std::chrono::milliseconds bound(std::chrono::milliseconds delay) const;
 
  private:
-  bool lags() const;
-
   std::chrono::milliseconds limit_;
-  std::chrono::milliseconds hedge_after_;
   Clock::time_point start_;
-  std::function<std::chrono::duration<double>()> usual_;
-  int lagged_ = 0;
-  Clock::time_point begun_;
 };
 
 inline constexpr int kIndirectReads = 32;

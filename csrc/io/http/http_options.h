@@ -72,8 +72,8 @@ struct HttpOptions {
   // destination; smaller ones gain less than the further connection costs. Whoever sets this knows
   // whether the environment names a proxy, which only libcurl speaks to.
   uint64_t direct_nbytes = uint64_t{256} << 10;
-  // A request that takes four times as long as others do, and this time at least, is given up; what
-  // it has not brought is asked for on a new connection. Zero for never.
+  // A body that takes four times as long as others do, and this time at least, is given up once;
+  // what it has not brought is asked for on a new connection. Zero for never.
   std::chrono::milliseconds hedge_after{1'000};
 
   HttpVersion version = HttpVersion::automatic;

@@ -9,7 +9,10 @@
 namespace tensorizer::io {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = HttpDeadline::Clock;
+
+// Another connection may bring the rest of a body sooner.
+struct SlowBody {};
 
 }  // namespace
 
@@ -29,13 +32,23 @@ RangeFetch::RangeFetch(HttpClient& client, TypicalSpeed& typical, const Resource
 
 void RangeFetch::meanwhile() const {
   deadline_.check();
+  if (is_slow()) throw SlowBody();
   if (progress_) progress_(done());
+}
+
+// Only a body can be slow: a request without an answer would wait as long on another connection.
+bool RangeFetch::is_slow() const {
+  constexpr int kMuchLonger = 4;
+  const std::chrono::duration<double> least = client_.options.hedge_after;
+  if (!body_since_ || was_slow_ || least.count() == 0) return false;
+  const std::chrono::duration<double> spent = Clock::now() - *body_since_;
+  return spent >= least && spent >= kMuchLonger * typical_.seconds_for(expected_);
 }
 
 void RangeFetch::accept(const ResponseHead& head) {
   const RangeRequest request{offset_ + start_, nbytes_ - start_, &known_, false};
   expected_ = check_response(request, head).body_nbytes.value_or(0);
-  deadline_.begin_request([this] { return typical_.seconds_for(expected_); }, lagged_);
+  body_since_ = Clock::now();
 }
 
 void RangeFetch::put(std::span<const std::byte> bytes) {
@@ -65,13 +78,11 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
 }
 
 void RangeFetch::attempt(HttpClient::Permit& permit, const std::stop_token& stop) {
-  deadline_.begin_request([this] { return typical_.first_byte(); }, lagged_);
   try {
     receive(permit, stop);
-  } catch (const HttpLag&) {
-    ++lagged_;
+  } catch (const SlowBody&) {
+    was_slow_ = true;
   } catch (const HttpFailure& failure) {
-    deadline_.end_request();
     // An object of unknown size ends where its server says that there is no more.
     if (failure.status != 416 || known_.size) throw;
     at_end_ = true;
@@ -82,10 +93,10 @@ void RangeFetch::receive(HttpClient::Permit& permit, const std::stop_token& stop
   const Clock::time_point begun = Clock::now();
   start_ = done();
   expected_ = 0;
+  body_since_.reset();
   request_.range = range_text(offset_ + start_, nbytes_ - start_);
-  request_.fresh = lagged_ > 0;
-  std::optional<double> first_byte = receive_directly(permit, stop);
-  if (!first_byte) first_byte = receive_by_curl(permit, stop);
+  request_.fresh = was_slow_;
+  if (!receive_directly(permit, stop)) receive_by_curl(permit, stop);
   const uint64_t received = done() - start_;
   if (received != expected_)
     throw HttpFailure{.reason = "the body ended after " + std::to_string(received) + " of " +
@@ -93,15 +104,13 @@ void RangeFetch::receive(HttpClient::Permit& permit, const std::stop_token& stop
                       .transient = true};
   const double seconds = std::chrono::duration<double>(Clock::now() - begun).count();
   if (received > 0 && seconds > 0) typical_.note_rate(static_cast<double>(received) / seconds);
-  if (*first_byte > 0) typical_.note_first_byte(*first_byte);
 }
 
-std::optional<double> RangeFetch::receive_directly(HttpClient::Permit& permit,
-                                                   const std::stop_token& stop) {
-  if (nbytes_ < client_.options.direct_nbytes) return std::nullopt;
+bool RangeFetch::receive_directly(HttpClient::Permit& permit, const std::stop_token& stop) {
+  if (nbytes_ < client_.options.direct_nbytes) return false;
   if (client_.indirect_reads.load() > 0) {
     client_.indirect_reads.fetch_sub(1);
-    return std::nullopt;
+    return false;
   }
   const HttpRequest addressed = permit.to_target(request_);
   try {
@@ -112,11 +121,11 @@ std::optional<double> RangeFetch::receive_directly(HttpClient::Permit& permit,
   } catch (const HttpFailure& failure) {
     // There may be another address by now, or other headers.
     if (!client_.refused(permit, failure, stop) || done() > start_) throw;
-    return std::nullopt;
+    return false;
   }
 }
 
-double RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop) {
+void RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop) {
   const auto accept_here = [&](const ResponseHead& head) -> BodySink* {
     accept(head);
     return this;
@@ -126,7 +135,6 @@ double RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::stop_t
     meanwhile();
     return exchange->check();
   });
-  return (exchange->time_to_first_byte() - exchange->time_to_connect()).count();
 }
 
 }  // namespace tensorizer::io

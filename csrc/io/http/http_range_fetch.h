@@ -1,4 +1,5 @@
-// One range of an object, fetched into memory: resumed where it breaks, and where it lags.
+// One range of an object, fetched into memory: resumed where it breaks, and once where its body
+// comes much more slowly than others do.
 #pragma once
 
 #include <atomic>
@@ -16,14 +17,13 @@
 
 namespace tensorizer::io {
 
-// What one connection of a source has shown: bytes per second, seconds to the first byte; 0 while
-// unknown. Any thread may look and note.
+// The bytes per second that requests of a source bring. Any thread may look and note.
 class TypicalSpeed {
  public:
-  void note_rate(double rate) noexcept { note(rate_, rate); }
-  void note_first_byte(double seconds) noexcept { note(first_byte_, seconds); }
-  std::chrono::duration<double> first_byte() const noexcept {
-    return std::chrono::duration<double>(first_byte_.load(std::memory_order_relaxed));
+  void note_rate(double rate) noexcept {
+    const double before = rate_.load(std::memory_order_relaxed);
+    // A lost update only makes the average a little older.
+    rate_.store(before == 0 ? rate : before * 0.75 + rate * 0.25, std::memory_order_relaxed);
   }
   // How long a request for so many bytes takes; without end while nobody knows.
   std::chrono::duration<double> seconds_for(uint64_t nbytes) const noexcept {
@@ -33,14 +33,7 @@ class TypicalSpeed {
   }
 
  private:
-  static void note(std::atomic<double>& average, double value) noexcept {
-    const double before = average.load(std::memory_order_relaxed);
-    // A lost update only makes the average a little older.
-    average.store(before == 0 ? value : before * 0.75 + value * 0.25, std::memory_order_relaxed);
-  }
-
-  std::atomic<double> rate_{0};
-  std::atomic<double> first_byte_{0};
+  std::atomic<double> rate_{0};  // 0 while unknown
 };
 
 // Confined to one thread.
@@ -56,14 +49,15 @@ class RangeFetch final : private BodySink {
   uint64_t run(const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
  private:
-  // One request for what is missing, and whether it was made: one that lags is given up.
+  // One request for what is missing, up to its end or until it is given up for a slow body.
   void attempt(HttpClient::Permit& permit, const std::stop_token& stop);
   void receive(HttpClient::Permit& permit, const std::stop_token& stop);
-  // Both return the seconds to the first byte; the first one nullopt where libcurl has to do it.
-  std::optional<double> receive_directly(HttpClient::Permit& permit, const std::stop_token& stop);
-  double receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop);
-  // Between pieces of the body.
+  // False: libcurl has to do it.
+  bool receive_directly(HttpClient::Permit& permit, const std::stop_token& stop);
+  void receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop);
+  // While the response comes.
   void meanwhile() const;
+  bool is_slow() const;
   void accept(const ResponseHead& head);
   void put(std::span<const std::byte> bytes) override;
   uint64_t done() const noexcept { return nbytes_ - into_.room(); }
@@ -80,7 +74,8 @@ class RangeFetch final : private BodySink {
   HttpRequest request_;
   uint64_t start_ = 0;
   uint64_t expected_ = 0;
-  int lagged_ = 0;
+  std::optional<HttpDeadline::Clock::time_point> body_since_;
+  bool was_slow_ = false;  // a body was given up: what comes in its place is waited for
   bool at_end_ = false;
 };
 

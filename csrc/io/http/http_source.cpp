@@ -69,25 +69,14 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
   const RangeRequest wanted{begin_, nbytes, nullptr, false};
   HttpRequest request{.range = range_text(begin_, nbytes)};
   if (known_) request.header_lines.push_back("If-None-Match: " + *known_->etag);
-  HttpDeadline deadline(client_.options);
+  const HttpDeadline deadline(client_.options);
   const auto accept = [&](const ResponseHead& head) { return accept_first(wanted, head); };
-  const auto ask = [&](HttpClient::Permit& permit) {
-    for (int lagged = 0;; ++lagged) {
-      request.fresh = lagged > 0;
-      deadline.begin_request([] { return std::chrono::duration<double>(0); }, lagged);
-      try {
-        return body.start(permit, request, accept, deadline, stop);
-      } catch (const HttpLag&) {
-      }
-    }
-  };
   const auto attempt = [&] {
     HttpClient::Permit permit = client_.enter(stop);
     for (;;) {
       try {
-        return ask(permit);
+        return body.start(permit, request, accept, deadline, stop);
       } catch (const HttpFailure& failure) {
-        deadline.end_request();
         const bool is_range_refused =
             failure.status == 416 && begin_ == 0 && !request.range.empty();
         if ((failure.status == 412 || failure.status == 304) && known_) {
@@ -115,7 +104,6 @@ void HttpSource::note_first(const HttpExchange& exchange) {
   // One that it does not know now is likely to come again.
   if (!is_direct_framing(head_response_)) client_.indirect_reads.store(kIndirectReads);
   client_.connections.count.note_latency(latency);
-  typical_.note_first_byte(latency.count());
 }
 
 uint64_t HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response) {
