@@ -50,6 +50,24 @@ def test_secrets_do_not_follow_to_another_host():
             assert request.headers["user-agent"].startswith("Tensorizer/")
 
 
+@pytest.mark.parametrize("user", ["", "user:s3cret@"])
+@pytest.mark.parametrize(("asked", "named"), [("localhost", "LOCALHOST"), ("LocalHost", "localhost")])
+def test_secrets_follow_to_the_same_host_in_another_case_and_to_no_other_port(asked, named, user):
+    for is_home in (True, False):
+        with FaultyServer(CONTENT) as home, FaultyServer(CONTENT) as other:
+            port = (home if is_home else other).port
+            home.script.append(Reply(status=302, headers={"Location": f"http://{named}:{port}/x"}))
+            headers = {"X-Key": "s3cret"}
+            url = f"http://{user}{asked}:{home.port}/x"
+            with CURLStreamFile(url, headers=headers, http_options=quick(direct_nbytes=1)) as stream:
+                assert stream.read() == CONTENT
+            found = home.requests[1:] + other.requests
+            assert len(found) > 1
+            for request in found:
+                assert ("x-key" in request.headers) == is_home
+                assert ("authorization" in request.headers) == (is_home and user != "")
+
+
 def test_secrets_are_sent_again_where_another_host_leads_back():
     with FaultyServer(CONTENT) as home, FaultyServer() as other:
         home.script.append(Reply(status=302, headers={"Location": other.url}))

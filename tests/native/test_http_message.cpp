@@ -171,6 +171,21 @@ TEST(HttpUrl, WhatIsShownHasNeitherCredentialsNorQuery) {
   EXPECT_EQ(url.password, "p@ss");
 }
 
+TEST(HttpUrl, HostsAreTheSameWhateverTheirCase) {
+  const HttpUrl url = HttpUrl::parse("http://u:p@Host.Example/A");
+  EXPECT_EQ(url.origin, HttpUrl::parse("HTTP://HOST.example:80/b").origin);
+  EXPECT_EQ(url.text, "http://Host.Example/A");
+  const auto same = url.resolve("http://hOST.eXAMPLE/B");
+  ASSERT_TRUE(same);
+  EXPECT_EQ(same->user + ":" + same->password, "u:p");
+  for (const char* other :
+       {"http://Host.Example:8080/B", "https://Host.Example/B", "http://Host.Example.org/B"}) {
+    const auto led_to = url.resolve(other);
+    ASSERT_TRUE(led_to) << other;
+    EXPECT_FALSE(led_to->has_credentials()) << other;
+  }
+}
+
 TEST(HttpUrl, TheNamesOfFoldersAboveAreResolvedExceptInWhatWasSigned) {
   const std::string text = "http://h/a/../b/./c?q=/../1";
   EXPECT_EQ(HttpUrl::parse(text).path_and_query, "/b/c?q=/../1");

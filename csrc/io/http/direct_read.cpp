@@ -248,7 +248,7 @@ bool direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
   const std::string text = request_text(options, read.request);
   if (text.empty()) return false;
   SocketOptions target;
-  target.host = read.request.url->host;
+  target.host = lower_case(read.request.url->host);
   target.port = read.request.url->port;
   target.connect_timeout = options.connect_timeout;
   target.stall_timeout = options.stall_timeout;

@@ -26,6 +26,11 @@ bool equals_ignoring_case(std::string_view a, std::string_view b) noexcept {
                     [](char x, char y) { return lower(x) == lower(y); });
 }
 
+std::string lower_case(std::string text) noexcept {
+  for (char& c : text) c = lower(c);
+  return text;
+}
+
 std::optional<std::string_view> find_field(const HttpHeaderList& fields,
                                            std::string_view name) noexcept {
   for (const HttpField& field : fields)

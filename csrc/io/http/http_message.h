@@ -64,6 +64,8 @@ std::optional<HttpField> parse_header_line(std::string_view line);
 std::optional<int> parse_status_line(std::string_view line) noexcept;
 
 bool equals_ignoring_case(std::string_view a, std::string_view b) noexcept;
+// Letters of ASCII alone.
+std::string lower_case(std::string text) noexcept;
 
 // Why one try did not give its bytes. Internal: HttpSource and http_put turn the last one into an
 // Error that names operation and object. Texts hold no secret.

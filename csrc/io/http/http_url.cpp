@@ -57,7 +57,7 @@ HttpUrl HttpUrl::parse(const std::string& text, bool path_as_is) {
   const std::string path = part(url.get(), CURLUPART_PATH);
   const std::string port = part(url.get(), CURLUPART_PORT, CURLU_DEFAULT_PORT);
   const std::string unusual_port = part(url.get(), CURLUPART_PORT, CURLU_NO_DEFAULT_PORT);
-  result.origin = scheme + "://" + host + ":" + port;
+  result.origin = lower_case(scheme + "://" + host + ":" + port);
   result.shown = printable(
       scheme + "://" + host + (unusual_port.empty() ? "" : ":" + unusual_port) + path, 1000);
   const bool is_ipv6 = host.starts_with('[');

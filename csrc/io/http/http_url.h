@@ -22,9 +22,10 @@ struct HttpUrl {
   bool has_credentials() const noexcept { return !user.empty() || !password.empty(); }
   bool is_https() const noexcept { return origin.starts_with("https:"); }
 
-  std::string text;    // for requests: without credentials and fragment, with its query
-  std::string shown;   // for messages: scheme, host, port if unusual, path
-  std::string origin;  // scheme, host and port: credentials go nowhere else
+  std::string text;   // for requests: without credentials and fragment, with its query
+  std::string shown;  // for messages: scheme, host, port if unusual, path
+  // Scheme, host and port, in lower case: credentials go nowhere else.
+  std::string origin;
   std::string query;
   std::string host;  // of an IPv6 address without brackets; empty where the address has a zone
   uint16_t port = 0;
