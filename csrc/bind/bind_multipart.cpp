@@ -34,6 +34,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   void create(const std::stop_token&) override {
     on_calling_thread([&] { call_python([&] { upload().attr("create")(); }); });
+    uploader_.counters.answered.store(true, std::memory_order_relaxed);
   }
 
   std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {

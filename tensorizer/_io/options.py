@@ -80,7 +80,8 @@ class HTTPOptions:
             failure on. Connection errors, timeouts, bodies cut short and the statuses 408, 429 and 5xx are retried,
             from the byte where the body ended. Every 256 KiB that arrive restart the time and the count.
         first_answer_seconds: How long a read is retried if the server has never answered, from the first request on;
-            then the address is probably wrong. A 429 or 5xx is an answer.
+            then the address is probably wrong. A 429 or 5xx is an answer. A server that takes the first request and
+            sends nothing for ``stall_timeout`` is not asked again.
         first_retry_delay: Pause before the second try. It doubles with each try, and half of it is random. A longer
             ``Retry-After`` of the server takes precedence.
         max_retry_delay: Upper bound of that pause.

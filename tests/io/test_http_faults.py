@@ -194,6 +194,33 @@ def test_a_server_that_never_answered_is_given_up_sooner_with_a_hint():
             open_stream(url, http_options=quick(retries=None, first_answer_seconds=0.5))
 
 
+@pytest.mark.parametrize("settings", [{}, {"retries": 5}], ids=["default", "tries"])
+def test_a_host_that_accepts_and_stays_silent_is_given_up_after_one_stall(settings):
+    with nothing_left(), socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        accepted = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.append(stack.enter_context(listener.accept()[0]))
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+        uploader = _C.HttpUploader(HTTPOptions(stall_timeout=0.5, proxy="", **settings)._native())
+        silent = r"the transfer stalled: 0 bytes in 500 ms.*; the server has not answered once: check host"
+        try:
+            with within(60), pytest.raises(StreamError, match=silent):
+                open_stream(url, http_options=HTTPOptions(stall_timeout=0.5, proxy="", **settings))
+            with within(60), pytest.raises(StreamError, match="the server has not answered once: check host"):
+                uploader.put(url, b"body")
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join()
+        assert len(accepted) == 2
+        del uploader
+
+
 def test_time_alone_bounds_the_tries_unless_a_number_is_given():
     with FaultyServer(CONTENT, default=Reply(status=503)) as server:
         with pytest.raises(StreamError, match=r"503.*after \d\d"):

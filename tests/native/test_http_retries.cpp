@@ -92,6 +92,27 @@ TEST_F(HttpRetries, OneThatNeverAnsweredIsGivenUpAfterTenSecondsWithAHint) {
   EXPECT_NE(told.find(kNeverAnsweredHint), std::string::npos) << told;
 }
 
+TEST_F(HttpRetries, OneThatTakesARequestAndStaysSilentIsGivenUpAfterOneStallWithAHint) {
+  const HttpFailure stall{.reason = "stalled", .transient = true, .silent = true};
+  int tries = 0;
+  const auto fail = [&] {
+    ++tries;
+    return stall;
+  };
+  const std::string told = run(fail);
+  EXPECT_EQ(tries, 1);
+  EXPECT_EQ(time.elapsed(), seconds(0));
+  EXPECT_NE(told.find(kNeverAnsweredHint), std::string::npos) << told;
+}
+
+TEST_F(HttpRetries, OneThatHasAnsweredMayBeSilentForTwoMinutes) {
+  counters.answered = true;
+  const HttpFailure stall{.reason = "stalled", .transient = true, .silent = true};
+  const std::string told = run([&] { return stall; });
+  EXPECT_EQ(time.elapsed(), seconds(120));
+  EXPECT_EQ(told.find(kNeverAnsweredHint), std::string::npos) << told;
+}
+
 TEST_F(HttpRetries, WhatARenewalThrowsIsWhatTheCallerSeesInTheEnd) {
   HttpFailure failure{Errc::io, "no fresh URL", ""};
   failure.transient = true;

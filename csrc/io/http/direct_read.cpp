@@ -173,7 +173,7 @@ class Exchange {
       broke = std::strerror(errno);
       return false;
     }
-    watch_.check(heard_, 0);
+    watch_.check(heard_, heard_ > 0, 0);
     pollfd entry{socket_.descriptor(), POLLIN, 0};
     ::poll(&entry, 1, kPollMs);
     return true;

@@ -257,9 +257,11 @@ void with_retries(const HttpOptions& options, const HttpCounters& counters,
     const auto delay =
         retry.after_failure({now_at - progress_before, answered, failure.retry_after});
     progress_before = now_at;
-    if (!failure.transient || !delay) {
+    // Another try would wait as long for a server that has never said anything.
+    const bool is_mute = failure.silent && !answered;
+    if (!failure.transient || !delay || is_mute) {
       if (failure.cause) std::rethrow_exception(failure.cause);
-      if (failure.transient) add_hint(failure, retry.end());
+      if (failure.transient) add_hint(failure, is_mute ? RetryEnd::never_answered : retry.end());
       throw describe(failure, retry.failures());
     }
     retry.wait(deadline.bound(*delay), stop);

@@ -15,7 +15,7 @@ constexpr long kSendBufferNbytes = 256 << 10;
 
 }  // namespace
 
-void StallWatch::check(uint64_t nbytes, int status) {
+void StallWatch::check(uint64_t nbytes, bool heard, int status) {
   const Clock::time_point now = Clock::now();
   const auto window = options_.stall_timeout;
   // Bytes that are due in one window: at least one.
@@ -28,7 +28,8 @@ void StallWatch::check(uint64_t nbytes, int status) {
                               " ms, wanted at least " + std::to_string(due),
                     .status = status,
                     .transient = true,
-                    .reached = true};
+                    .reached = heard,
+                    .silent = !heard};
 }
 
 void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url) {
@@ -255,11 +256,11 @@ void HttpExchange::check_progress() {
   if (resting_) return;
   curl_off_t sent_at = 0;
   curl_easy_getinfo(transfer_.easy(), CURLINFO_PRETRANSFER_TIME_T, &sent_at);
-  const uint64_t nbytes = received_ + sent_ + head_nbytes_ + error_body_nbytes_;
+  const uint64_t heard = received_ + head_nbytes_ + error_body_nbytes_;
   if (sent_at == 0) {
-    watch_.restart(nbytes);  // connecting has its own timeout
+    watch_.restart(heard + sent_);  // connecting has its own timeout
   } else {
-    watch_.check(nbytes, head_.status);
+    watch_.check(heard + sent_, heard > 0, head_.status);
   }
 }
 

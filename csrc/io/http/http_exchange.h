@@ -63,8 +63,9 @@ class StallWatch {
     since_ = Clock::now();
     nbytes_ = nbytes;
   }
-  // `nbytes` have come, `status` is that of the response or 0. Throws HttpFailure.
-  void check(uint64_t nbytes, int status);
+  // `nbytes` have moved; `heard`: some of them from the server, whose status is that of the
+  // response or 0. Throws HttpFailure.
+  void check(uint64_t nbytes, bool heard, int status);
 
  private:
   const HttpOptions& options_;

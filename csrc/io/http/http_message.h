@@ -77,6 +77,7 @@ struct HttpFailure {
   bool transient = false;
   std::optional<std::chrono::milliseconds> retry_after = std::nullopt;
   bool reached = false;  // a server or a proxy was there, though there may be no response
+  bool silent = false;   // it took the request and sent nothing for as long as a stall takes
   // What renewing an address threw; thrown in place of this where there is no further try.
   std::exception_ptr cause = nullptr;
 };
