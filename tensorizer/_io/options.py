@@ -89,14 +89,14 @@ class HTTPOptions:
             another host. Redirects from https to http are not followed.
         connections: Requests at the same time; ``None`` for 16, or 64 if the server takes 10 ms or more to answer.
             Each time the server says that it is overloaded (429, 503), the number is halved for a while.
-        max_connections: Upper bound of ``connections``, and of all requests of this process at one host: 64. If
+        max_connections: Upper bound of ``connections``, and of all connections of this process to one host: 64. If
             ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share, at least 4. ``TENSORIZER_MAX_CONNECTIONS``
             sets it, and lowers larger values.
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
         unit_nbytes: Bytes of each further request of a load.
         direct_nbytes: Over plain HTTP/1.1, a read of at least this many bytes goes from the socket into its tensor.
-            Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate
-            connection, which costs more than the copy below 256 KiB, the default. 1 for all.
+            Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate connection, if there
+            may be one more, which costs more than the copy below 256 KiB, the default. 1 for all.
         hedge_after: A body is abandoned this time after its beginning if it also takes four times as long as requests
             usually take. The missing bytes are requested on a new connection, once for each range. A request without
             an answer is not abandoned before it stalls. 0 for never.

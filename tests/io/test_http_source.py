@@ -11,15 +11,16 @@ import threading
 import time
 
 import pytest
-from http_tools import nothing_left, quick, random_bytes
+import torch
+from http_tools import BOTH_WAYS, nothing_left, quick, random_bytes
 from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
 from servers.nginx import PROGRAM, nginx
 
-from tensorizer import _C
+from tensorizer import _C, TensorDeserializer, save_file
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
-from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
+from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
 
 CONTENT = random_bytes(3_000_000)
 
@@ -359,7 +360,50 @@ def test_connections_to_a_host_are_bounded_for_all_sources_together():
         for thread in threads:
             thread.join()
         assert crowd.most == 3
-        assert server.open_connections() <= 4  # those that wait for the next request, too
+        assert server.open_connections() <= 3  # those that wait for the next request, too
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+@pytest.mark.parametrize("direct_nbytes", [*BOTH_WAYS, 5_000])
+def test_a_process_opens_as_many_connections_to_a_host_as_the_environment_says(monkeypatch, most, direct_nbytes):
+    monkeypatch.setenv("TENSORIZER_MAX_CONNECTIONS", str(most))
+    with FaultyServer(CONTENT) as server:
+        sources = [open_source(server.url, direct_nbytes=direct_nbytes) for _ in range(2)]
+        places = [(10_000 + i * 20_000, 10_000 if i % 2 else 10) for i in range(60)]
+        threads = [threading.Thread(target=read_in_threads, args=(source, places, 6)) for source in sources]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert 1 <= server.connections_seen <= most
+
+
+def test_a_load_opens_as_many_connections_as_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("TENSORIZER_MAX_CONNECTIONS", "4")
+    wanted = {f"t{i}": torch.arange(i * 100_000, (i + 1) * 100_000) for i in range(60)}
+    save_file(wanted, tmp_path / "m.tensors")
+    with FaultyServer((tmp_path / "m.tensors").read_bytes()) as server:
+        options = {"http_options": HTTPOptions(unit_nbytes=1 << 20, proxy="")}
+        for settings in ({}, {"lazy_load": True}):
+            seen = server.connections_seen
+            with TensorDeserializer(server.url, device="cpu", stream_options=options, **settings) as file:
+                assert all(torch.equal(file[name], value) for name, value in wanted.items())
+            assert server.connections_seen - seen <= 4
+
+
+def test_connections_to_the_target_of_a_redirect_are_counted_there(monkeypatch):
+    monkeypatch.setenv("TENSORIZER_MAX_CONNECTIONS", "2")
+    with FaultyServer(CONTENT) as target, FaultyServer() as server:
+        server.default = Reply(status=302, headers={"Location": target.url})
+        for direct_nbytes in BOTH_WAYS:
+            seen = server.connections_seen, target.connections_seen
+            sources = [open_source(server.url, direct_nbytes=direct_nbytes) for _ in range(4)]
+            for source in sources:
+                read_in_threads(source, [(10_000 + i, 10_000) for i in range(30)], 6)
+            assert server.connections_seen - seen[0] <= 2
+            assert target.connections_seen - seen[1] <= 2
+            for source in sources:
+                source.close_connections()
 
 
 def test_sources_that_are_open_at_the_same_time_share_connections():

@@ -116,9 +116,7 @@ CurlDriver::CurlDriver() : process_(getpid()) {
   initialise_curl();
   multi_.reset(curl_multi_init());
   if (!multi_) throw std::bad_alloc();
-  // A request that replaces a slow one is only worth something on a connection of its own.
-  curl_multi_setopt(multi_.get(), CURLMOPT_PIPELINING, static_cast<long>(CURLPIPE_NOTHING));
-  curl_multi_setopt(multi_.get(), CURLMOPT_MAXCONNECTS, 2L);
+  curl_multi_setopt(multi_.get(), CURLMOPT_MAXCONNECTS, 1L);
 }
 
 CurlDriver::~CurlDriver() {

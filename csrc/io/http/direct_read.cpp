@@ -237,6 +237,10 @@ std::unique_ptr<CurlSocket> connect(const DirectRead& read, const SocketOptions&
 
 }  // namespace
 
+bool can_be_read_directly(const HttpOptions& options, const HttpRequest& request) {
+  return !request_text(options, request).empty();
+}
+
 bool is_direct_framing(const ResponseHead& head) {
   return head.status_line.starts_with("HTTP/1.1 ") && body_length(head);
 }
@@ -256,7 +260,10 @@ bool direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
   std::unique_ptr<CurlSocket> socket = std::move(kept);
   bool reused = socket && socket->leads_to(target) && socket->is_quiet();
   for (;; reused = false) {
-    if (!reused) socket = connect(read, target, stop);
+    if (!reused) {
+      socket.reset();  // first: there is one connection at a time
+      socket = connect(read, target, stop);
+    }
     Exchange exchange(read, *socket, stop);
     std::optional<ResponseHead> head;
     if (!exchange.send(text) || !exchange.receive_head(head)) {

@@ -18,6 +18,9 @@ namespace tensorizer::io {
 // Whether a response is framed in a way that is understood here.
 bool is_direct_framing(const ResponseHead& head);
 
+// Whether a request, which has its URL, is one that direct_read can send.
+bool can_be_read_directly(const HttpOptions& options, const HttpRequest& request);
+
 // What a direct read needs of its caller.
 struct DirectRead {
   HttpClient& client;

@@ -49,7 +49,7 @@ void HttpBody::receive(uint64_t offset, std::span<const Slice> slices, const Htt
   exchange_->resume();
   const auto is_enough = [&] { return is_satisfied() && (!to_end || !spare_.empty()); };
   if (!is_enough() && !ended_) {
-    drive(connection_->carrier().curl, stop, [&] {
+    drive(connection_->carrier().curl(), stop, [&] {
       deadline.check();
       ended_ = exchange_->check();
       return ended_ || is_enough();

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "io/http/direct_read.h"
 
 namespace tensorizer::io {
 
@@ -161,9 +162,11 @@ bool HttpEndpoint::refused(const Target& target, int status) {
   return may_do_better;
 }
 
-HttpClient::Permit HttpClient::enter(const std::stop_token& stop) {
-  const std::string origin = endpoint.target(stop)->url.origin;
-  UniqueHttpPermit connection = connections.enter(origin, stop);
+HttpClient::Permit HttpClient::enter(const std::stop_token& stop, const HttpRequest* for_socket) {
+  const HttpEndpoint::SharedTarget target = endpoint.target(stop);
+  const bool prefers_socket =
+      for_socket != nullptr && can_be_read_directly(options, target->addressed(*for_socket));
+  UniqueHttpPermit connection = connections.enter(target->url.origin, prefers_socket, stop);
   return {endpoint.target(stop), std::move(connection)};  // it may have changed meanwhile
 }
 
@@ -175,10 +178,10 @@ bool HttpClient::refused(Permit& permit, const HttpFailure& failure, const std::
   return true;
 }
 
-HttpRequest HttpClient::Permit::to_target(HttpRequest request) const {
-  request.url = &target->url;
-  request.send_credentials = target->is_home;
-  request.further_headers = target->headers.get();
+HttpRequest HttpEndpoint::Target::addressed(HttpRequest request) const {
+  request.url = &url;
+  request.send_credentials = is_home;
+  request.further_headers = headers.get();
   return request;
 }
 
@@ -206,17 +209,18 @@ std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const HttpReques
   }
 }
 
-std::unique_ptr<HttpExchange> HttpSender::send(const UniqueHttpPermit& permit, HttpRequest request,
+std::unique_ptr<HttpExchange> HttpSender::send(UniqueHttpPermit& permit, HttpRequest request,
                                                const HttpExchange::Accept& accept,
                                                const HttpDeadline& deadline,
                                                const std::stop_token& stop,
                                                std::optional<HttpUrl>& led_to) {
-  CurlDriver& driver = permit->carrier().curl;
   const HttpUrl& first = *request.url;
   const bool is_home = request.send_credentials;
   for (int hops = 0;; ++hops) {
     if (led_to) request.url = &*led_to;
     request.send_credentials = is_home && request.url->origin == first.origin;
+    connections.move(permit, request.url->origin, stop);
+    CurlDriver& driver = permit->carrier().curl();
     auto exchange = std::make_unique<HttpExchange>(driver, options, request, accept, counters);
     drive(driver, stop, [&] {
       deadline.check();

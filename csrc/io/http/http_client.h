@@ -43,6 +43,9 @@ class HttpEndpoint {
     bool is_home = true;                            // the origin that may see credentials
     bool is_redirect = false;
     uint64_t generation = 0;
+
+    // `request`, to here; it borrows from this.
+    HttpRequest addressed(HttpRequest request) const;
   };
   using SharedTarget = std::shared_ptr<const Target>;
 
@@ -115,8 +118,9 @@ struct HttpSender {
         connections(fixed, options.max_connections, options.connection_key()) {}
 
   // Sends `request`, and follows redirects, to `led_to`, until a head was accepted; the caller goes
-  // on driving the exchange. Throws HttpFailure, what the deadline throws.
-  std::unique_ptr<HttpExchange> send(const UniqueHttpPermit& permit, HttpRequest request,
+  // on driving the exchange. `permit` becomes one for the host that was reached, and may be empty
+  // after an error. Throws HttpFailure, what the deadline throws.
+  std::unique_ptr<HttpExchange> send(UniqueHttpPermit& permit, HttpRequest request,
                                      const HttpExchange::Accept& accept,
                                      const HttpDeadline& deadline, const std::stop_token& stop,
                                      std::optional<HttpUrl>& led_to);
@@ -132,15 +136,16 @@ struct HttpClient : HttpSender {
       : HttpSender(http_options, http_options.connections),
         endpoint(std::move(address), options.header_provider) {}
 
-  // Permission for one request: where to, and over what.
+  // Permission for requests: where to, and over what.
   struct Permit {
     HttpEndpoint::SharedTarget target;
     UniqueHttpPermit connection;
 
     // `request`, to `target`, from which it borrows.
-    HttpRequest to_target(HttpRequest request) const;
+    HttpRequest to_target(HttpRequest request) const { return target->addressed(request); }
   };
-  Permit enter(const std::stop_token& stop);
+  // `for_socket`, if not null, is a request for direct_read, as far as it can send it.
+  Permit enter(const std::stop_token& stop, const HttpRequest* for_socket = nullptr);
 
   // Sends `request` to where the object is now. Throws what send() throws, and what renew() throws.
   std::unique_ptr<HttpExchange> start(Permit& permit, const HttpRequest& request,

@@ -17,6 +17,7 @@ struct HttpHost {
     std::string key;
     std::unique_ptr<HttpCarrier> carrier;
   };
+  const std::string origin;
   unsigned running = 0;
   unsigned users = 0;
   std::vector<Waiting> waiting;
@@ -25,11 +26,11 @@ struct HttpHost {
 // Internally locked. A child that was forked has one of its own, in which nothing runs.
 class HttpPool {
  public:
-  UniqueHttpPermit enter(HttpConnections& user, const std::string& origin,
+  UniqueHttpPermit enter(HttpConnections& user, const std::string& origin, bool prefers_socket,
                          const std::stop_token& stop);
   void leave(HttpPermit& permit) noexcept;
-  // Keeps the carrier while anybody uses its origin, else leaves it to the caller.
-  void keep(HttpPermit& permit) noexcept;
+  // The same; the connection waits for the next request, or ends.
+  void end(HttpPermit& permit) noexcept;
   // Ends the connections that nobody else uses.
   void close(const HttpConnections& user, bool for_ever) noexcept;
 
@@ -39,6 +40,9 @@ class HttpPool {
     std::map<std::string, std::shared_ptr<HttpHost>> hosts;
   };
   std::shared_ptr<HttpHost> host_of(User& user, const std::string& origin) REQUIRES_LOCK(mutex_);
+  void give_place_back(HttpPermit& permit) noexcept REQUIRES_LOCK(mutex_);
+  // Where anybody uses its origin.
+  void keep(HttpPermit& permit) noexcept;
 
   Mutex mutex_;
   CondVar left_;
@@ -107,13 +111,13 @@ std::shared_ptr<HttpHost> HttpPool::host_of(User& user, const std::string& origi
   if (mine) return mine;
   std::erase_if(hosts_, [](const auto& entry) { return entry.second.expired(); });
   mine = hosts_[origin].lock();
-  if (!mine) hosts_[origin] = mine = std::make_shared<HttpHost>();
+  if (!mine) hosts_[origin] = mine = std::make_shared<HttpHost>(HttpHost{.origin = origin});
   ++mine->users;
   return mine;
 }
 
 UniqueHttpPermit HttpPool::enter(HttpConnections& connections, const std::string& origin,
-                                 const std::stop_token& stop) {
+                                 bool prefers_socket, const std::stop_token& stop) {
   UniqueHttpPermit permit;
   std::unique_ptr<HttpCarrier> in_the_way;  // ends outside the lock
   {
@@ -130,13 +134,18 @@ UniqueHttpPermit HttpPool::enter(HttpConnections& connections, const std::string
     permit->has_place_ = true;
     permit->begun_ = Clock::now();
     std::vector<HttpHost::Waiting>& waiting = host->waiting;
-    const auto found = std::find_if(waiting.rbegin(), waiting.rend(), [&](const auto& entry) {
-      return entry.key == connections.key;
-    });
-    if (found != waiting.rend()) {
+    const auto take = [&](bool any_kind) {
+      const auto found = std::find_if(waiting.rbegin(), waiting.rend(), [&](const auto& entry) {
+        return entry.key == connections.key &&
+               (any_kind || entry.carrier->has_socket() == prefers_socket);
+      });
+      if (found == waiting.rend()) return false;
       permit->carrier_ = std::move(found->carrier);
       waiting.erase(std::next(found).base());
-    } else if (!waiting.empty() && waiting.size() + host->running > connections.most) {
+      return true;
+    };
+    const bool is_full = waiting.size() + host->running > connections.most;
+    if (!take(false) && is_full && !take(true) && !waiting.empty()) {
       in_the_way = std::move(waiting.front().carrier);
       waiting.erase(waiting.begin());
     }
@@ -145,16 +154,29 @@ UniqueHttpPermit HttpPool::enter(HttpConnections& connections, const std::string
   return permit;
 }
 
-void HttpPool::leave(HttpPermit& permit) noexcept {
-  MutexLock lock(mutex_);
+void HttpPool::give_place_back(HttpPermit& permit) noexcept {
+  if (!std::exchange(permit.has_place_, false)) return;
   --users_[&permit.user_].running;
   --permit.host_->running;
   left_.notify_all();  // limits differ: who is woken may have to wait on
 }
 
+void HttpPool::leave(HttpPermit& permit) noexcept {
+  MutexLock lock(mutex_);
+  give_place_back(permit);
+}
+
+void HttpPool::end(HttpPermit& permit) noexcept {
+  keep(permit);
+  permit.carrier_.reset();  // before another one may take the place; outside the lock
+  leave(permit);
+}
+
 void HttpPool::keep(HttpPermit& permit) noexcept {
+  if (!permit.carrier_ || (!permit.carrier_->has_curl() && !permit.carrier_->has_socket())) return;
   MutexLock lock(mutex_);
   if (permit.host_->users == 0) return;
+  give_place_back(permit);
   try {
     permit.host_->waiting.push_back({permit.user_.key, nullptr});
     permit.host_->waiting.back().carrier = std::move(permit.carrier_);
@@ -179,19 +201,27 @@ HttpConnections::~HttpConnections() { pool_of_process.get().close(*this, true); 
 
 void HttpConnections::close() noexcept { pool_of_process.get().close(*this, false); }
 
-UniqueHttpPermit HttpConnections::enter(const std::string& origin, const std::stop_token& stop) {
-  return pool_of_process.get().enter(*this, origin, stop);
+UniqueHttpPermit HttpConnections::enter(const std::string& origin, bool prefers_socket,
+                                        const std::stop_token& stop) {
+  return pool_of_process.get().enter(*this, origin, prefers_socket, stop);
 }
+
+void HttpConnections::enter_again(UniqueHttpPermit& permit, const std::string& origin,
+                                  const std::stop_token& stop) {
+  permit.reset();  // first: who held one place and waited for another could wait for ever
+  permit = enter(origin, false, stop);
+}
+
+const std::string& HttpPermit::origin() const noexcept { return host_->origin; }
 
 bool HttpPermit::is_of_this_process() const noexcept { return &pool_ == &pool_of_process.get(); }
 
 void HttpPermit::leave() noexcept {
-  if (std::exchange(has_place_, false) && is_of_this_process()) pool_.leave(*this);
+  if (is_of_this_process()) pool_.leave(*this);
 }
 
 HttpPermit::~HttpPermit() {
-  if (carrier_ && is_of_this_process()) pool_.keep(*this);
-  leave();
+  if (is_of_this_process()) pool_.end(*this);
 }
 
 }  // namespace tensorizer::io

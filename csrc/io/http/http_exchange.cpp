@@ -85,7 +85,6 @@ void HttpExchange::configure(const HttpRequest& request) {
     curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password.c_str());
     sends_password_ = true;
   }
-  if (request.fresh) curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, 1L);
   if (request.body) configure_upload(*request.body);
   curl_easy_setopt(easy, CURLOPT_HTTPHEADER, header_lines_.get());
   curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, &on_data<&HttpExchange::take_header_line>);

@@ -40,7 +40,6 @@ struct HttpRequest {
   std::vector<std::string> header_lines = {};
   // Sent like HttpOptions::headers, over those of the same name; borrowed for the constructor.
   const HttpHeaderList* further_headers = nullptr;
-  bool fresh = false;  // on a new connection
   // With it the request is a PUT; borrowed for the exchange.
   std::optional<ConstSlice> body = std::nullopt;
 };

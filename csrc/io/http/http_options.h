@@ -43,6 +43,8 @@ class LateTrust {
 
 enum class HttpVersion { automatic, http1, http2 };
 
+inline constexpr uint64_t kNeverDirect = uint64_t{1} << 63;
+
 struct HttpOptions {
   // Extra request headers. Sent to the origin of the URL only, never to where a redirect leads on
   // another host.
@@ -69,8 +71,9 @@ struct HttpOptions {
   uint64_t head_nbytes = uint64_t{1} << 20;
   uint64_t unit_nbytes = uint64_t{8} << 20;
   // Reads of at least this many bytes go over HTTP/1.1 in clear from the socket into their
-  // destination; smaller ones gain less than the further connection costs. Whoever sets this knows
-  // whether the environment names a proxy, which only libcurl speaks to.
+  // destination; smaller ones gain less than the further connection costs, and use a socket that is
+  // there. Whoever sets this knows whether the environment names a proxy, which only libcurl speaks
+  // to: kNeverDirect.
   uint64_t direct_nbytes = uint64_t{256} << 10;
   // A body that takes four times as long as others do, and this time at least, is given up once;
   // what it has not brought is asked for on a new connection. Zero for never.
@@ -94,7 +97,8 @@ struct HttpOptions {
   // Equal where connections may be used by either.
   std::string connection_key() const {
     return (late_trust ? "late" : trust.key()) + '\n' + proxy.value_or("\t") + '\n' +
-           no_proxy.value_or("\t") + '\n' + std::to_string(static_cast<int>(version));
+           no_proxy.value_or("\t") + '\n' + std::to_string(static_cast<int>(version)) +
+           (direct_nbytes < kNeverDirect ? " or sockets" : "");
   }
 };
 

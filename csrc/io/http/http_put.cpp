@@ -28,13 +28,13 @@ PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
 // One try, along redirects (S3 sends 307 to the region of a bucket).
 ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarget& target,
                       const HttpDeadline& deadline, const std::stop_token& stop) {
-  const UniqueHttpPermit permit = uploader.connections.enter(target.url.origin, stop);
+  UniqueHttpPermit permit = uploader.connections.enter(target.url.origin, false, stop);
   BodySink nowhere;
   std::optional<HttpUrl> led_to;
   const auto exchange = uploader.send(
       permit, {.url = &target.url, .further_headers = &target.headers, .body = put.body},
       [&](const ResponseHead&) { return &nowhere; }, deadline, stop, led_to);
-  drive(permit->carrier().curl, stop, [&] {
+  drive(permit->carrier().curl(), stop, [&] {
     deadline.check();
     return exchange->check();
   });

@@ -62,7 +62,7 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
       client_.options, client_.counters, deadline_,
       [&] {
         // Not kept between tries: who pauses leaves the place to others.
-        HttpClient::Permit permit = client_.enter(stop);
+        HttpClient::Permit permit = client_.enter(stop, for_socket());
         if (!std::exchange(waited, true)) deadline_.restart();
         while (done() < nbytes_ && !at_end_) attempt(permit, stop);
       },
@@ -82,6 +82,7 @@ void RangeFetch::attempt(HttpClient::Permit& permit, const std::stop_token& stop
     receive(permit, stop);
   } catch (const SlowBody&) {
     was_slow_ = true;
+    permit.connection->carrier().close();
   } catch (const HttpFailure& failure) {
     // An object of unknown size ends where its server says that there is no more.
     if (failure.status != 416 || known_.size) throw;
@@ -95,7 +96,6 @@ void RangeFetch::receive(HttpClient::Permit& permit, const std::stop_token& stop
   expected_ = 0;
   body_since_.reset();
   request_.range = range_text(offset_ + start_, nbytes_ - start_);
-  request_.fresh = was_slow_;
   if (!receive_directly(permit, stop)) receive_by_curl(permit, stop);
   const uint64_t received = done() - start_;
   if (received != expected_)
@@ -107,22 +107,28 @@ void RangeFetch::receive(HttpClient::Permit& permit, const std::stop_token& stop
 }
 
 bool RangeFetch::receive_directly(HttpClient::Permit& permit, const std::stop_token& stop) {
-  if (nbytes_ < client_.options.direct_nbytes) return false;
   if (client_.indirect_reads.load() > 0) {
-    client_.indirect_reads.fetch_sub(1);
+    if (is_large()) client_.indirect_reads.fetch_sub(1);
     return false;
   }
+  client_.connections.move(permit.connection, permit.target->url.origin, stop);
+  HttpCarrier& carrier = permit.connection->carrier();
+  // A connection that is there serves what it can; a new socket is for large reads.
+  if (carrier.has_curl() || (!carrier.has_socket() && !is_large())) return false;
   const HttpRequest addressed = permit.to_target(request_);
   try {
-    return direct_read(permit.connection->carrier().socket,
-                       {client_, addressed, [&](const ResponseHead& head) { accept(head); }, into_,
-                        [&] { meanwhile(); }},
-                       stop);
+    if (direct_read(carrier.socket(),
+                    {client_, addressed, [&](const ResponseHead& head) { accept(head); }, into_,
+                     [&] { meanwhile(); }},
+                    stop))
+      return true;
   } catch (const HttpFailure& failure) {
     // There may be another address by now, or other headers.
     if (!client_.refused(permit, failure, stop) || done() > start_) throw;
-    return false;
   }
+  // One of libcurl's may be waiting.
+  client_.connections.enter_again(permit.connection, permit.target->url.origin, stop);
+  return false;
 }
 
 void RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop) {
@@ -131,7 +137,7 @@ void RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::stop_tok
     return this;
   };
   const auto exchange = client_.start(permit, request_, accept_here, deadline_, stop);
-  drive(permit.connection->carrier().curl, stop, [&] {
+  drive(permit.connection->carrier().curl(), stop, [&] {
     meanwhile();
     return exchange->check();
   });

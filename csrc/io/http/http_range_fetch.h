@@ -58,6 +58,11 @@ class RangeFetch final : private BodySink {
   // While the response comes.
   void meanwhile() const;
   bool is_slow() const;
+  // What direct_read is to send, if anything.
+  const HttpRequest* for_socket() const noexcept {
+    return is_large() && client_.indirect_reads.load() == 0 ? &request_ : nullptr;
+  }
+  bool is_large() const noexcept { return nbytes_ >= client_.options.direct_nbytes; }
   void accept(const ResponseHead& head);
   void put(std::span<const std::byte> bytes) override;
   uint64_t done() const noexcept { return nbytes_ - into_.room(); }
