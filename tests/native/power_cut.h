@@ -1,7 +1,8 @@
 // A disk that can lose power: stands below a file sink, passes every call on to the system, and
 // keeps what the disk would have. Writes since the last sync are in the hands of the kernel: any of
 // their sectors may have arrived, in any order. Names are journaled: those since the last sync of
-// their folder arrive in order, up to some point.
+// their folder arrive in order, up to some point. A sync that fails says so once: what it should
+// have written is dropped, and the next one knows nothing of it.
 //
 // One target path; descriptors stay open while the recorder is used, so a number means one file.
 #pragma once
@@ -28,7 +29,7 @@ class PowerCut final : public io::FileCalls {
   using Content = std::vector<std::byte>;
 
   struct Step {
-    enum class Kind { create, write, truncate, sync, link, rename, unlink, sync_folder };
+    enum class Kind { create, write, truncate, sync, lose, link, rename, unlink, sync_folder };
     Kind kind;
     ino_t file = 0;
     uint64_t offset = 0;  // or the new size
@@ -37,7 +38,8 @@ class PowerCut final : public io::FileCalls {
   };
 
   std::vector<Step> steps;
-  int fail_at = -1;  // this step fails, and whatever follows it
+  int fail_at = -1;       // this step fails, and whatever follows it
+  int fail_sync_at = -1;  // where this step is a sync, it fails
 
   size_t count(Step::Kind kind) const {
     return static_cast<size_t>(std::count_if(steps.begin(), steps.end(),
@@ -139,6 +141,9 @@ class PowerCut final : public io::FileCalls {
         case Step::Kind::sync:
           settle(files[step.file]);
           break;
+        case Step::Kind::lose:
+          files[step.file].pending.clear();
+          break;
         case Step::Kind::link:
         case Step::Kind::rename:
         case Step::Kind::unlink:
@@ -239,8 +244,11 @@ class PowerCut final : public io::FileCalls {
   }
   int synced(int fd) {
     if (broken()) return -1;
-    add({Step::Kind::sync, inode(fd)});
-    return 0;  // the real disk may take its time
+    const bool fails = steps.size() == static_cast<size_t>(fail_sync_at);
+    add({fails ? Step::Kind::lose : Step::Kind::sync, inode(fd)});
+    if (!fails) return 0;  // the real disk may take its time
+    errno = EIO;
+    return -1;
   }
   static ino_t inode(int fd) {
     struct stat info{};

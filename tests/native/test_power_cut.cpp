@@ -233,6 +233,75 @@ TEST(PowerCut, ADiskThatBreaksAtAnyStepKeepsTheLastContentThatWasComplete) {
   }
 }
 
+// The caller handles the error of one call and goes on with the next, as a loop over tensors may.
+TEST(PowerCut, AfterASyncThatFailedNothingMoreIsPublishedAndTheEndSaysSo) {
+  std::mt19937 random(8);
+  for (const std::string& kind : kScenarios) {
+    const std::vector<Call> calls = scenario(kind);
+    std::vector<size_t> syncs;
+    {
+      const Folder folder;
+      PowerCut disk;
+      save_calls(disk, folder.target(), calls, true, settings_of(kind));
+      for (size_t step = 0; step < disk.steps.size(); ++step)
+        if (disk.steps[step].kind == Kind::sync) syncs.push_back(step);
+    }
+    ASSERT_GE(syncs.size(), 2U) << kind;
+    for (const size_t fail_at : std::span(syncs).subspan(1)) {  // behind the first publication
+      const Folder folder;
+      PowerCut disk;
+      disk.fail_sync_at = static_cast<int>(fail_at);
+      save::SaveSession session(io::FileSink::replace(folder.target(), options(disk)), 0,
+                                settings_of(kind));
+      size_t failed = calls.size();
+      uint64_t published = 0;
+      for (size_t i = 0; i < calls.size(); ++i) {
+        try {
+          write(session, calls[i], std::to_string(i));
+          ASSERT_EQ(failed, calls.size()) << kind << ", sync " << fail_at << ": call " << i;
+          published = session.published_nbytes();
+        } catch (const Error& error) {
+          failed = std::min(failed, i);
+          ASSERT_EQ(error.code(), Errc::io) << error.what();
+        }
+      }
+      EXPECT_THROW(session.finish({}), Error) << kind << ", sync " << fail_at;
+      if (failed < calls.size()) {  // else it was the sync of the end
+        EXPECT_EQ(session.published_nbytes(), published) << kind << ", sync " << fail_at;
+      }
+      for (int round = 0; round < 6; ++round) {
+        const auto content = disk.after(disk.steps.size(), folder.target(), false, random);
+        ASSERT_TRUE(content) << kind << ", sync " << fail_at;
+        const auto found = calls_in(*content, calls);
+        ASSERT_TRUE(found) << kind << ", sync " << fail_at << ": unreadable";
+        ASSERT_GE(*found, 1U);
+        ASSERT_LE(*found, failed) << kind << ", sync " << fail_at;
+      }
+    }
+  }
+}
+
+TEST(PowerCut, AFirstCallWhoseSyncFailsMayBeTriedAgain) {
+  const Folder folder;
+  PowerCut disk;
+  const std::vector<Call> calls = scenario("appended");
+  {
+    save::SaveSession session(io::FileSink::replace(folder.target(), options(disk)), 0, {});
+    session.begin_call({{.name = "x", .dtype = "|u1", .shape = {0}}},
+                       std::vector<format::TensorPath>{{std::string("x")}}, {}, false, {});
+    session.write_payloads(std::vector<device::TensorMemory>(1), nullptr, {});
+    disk.fail_at = static_cast<int>(disk.steps.size());
+    EXPECT_THROW(session.finish_call({}), Error);
+    session.abort_call();
+    disk.fail_at = -1;
+    for (const Call& call : calls) write(session, call, "");
+    session.finish({});
+  }
+  std::mt19937 random(9);
+  EXPECT_EQ(calls_in(*disk.after(disk.steps.size(), folder.target(), false, random), calls),
+            calls.size());
+}
+
 TEST(PowerCut, AFileThatCannotBeFinishedIsClosedAllTheSame) {
   const auto descriptors = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});

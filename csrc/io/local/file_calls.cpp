@@ -3,8 +3,10 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 
+#include "core/error.h"
 #include "core/unique_fd.h"
 
 namespace tensorizer::io {
@@ -47,6 +49,11 @@ void FileCalls::push(int fd, uint64_t offset, uint64_t nbytes) noexcept {
 int FileCalls::sync(int fd) { return fsync(fd); }
 
 int FileCalls::sync_data(int fd) { return fdatasync(fd); }
+
+int FileCalls::check_written(int fd) noexcept {
+  if (sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE) == 0) return 0;
+  return errno == EIO || is_full(errno) ? -1 : 0;  // other errors: there is no such call here
+}
 
 int FileCalls::link(int fd, const std::string& path) {
   return linkat(AT_FDCWD, ("/proc/self/fd/" + std::to_string(fd)).c_str(), AT_FDCWD, path.c_str(),

@@ -35,6 +35,9 @@ class FileCalls {
   // All of the file is on the disk on return; its content and what is needed to find it.
   virtual int sync(int fd);
   virtual int sync_data(int fd);
+  // Whether all pages that have set out for the disk arrived there: what was read back since is the
+  // content then, and not what an earlier page on the disk has. Waits for those on their way.
+  virtual int check_written(int fd) noexcept;
 
   // Gives an unnamed file a name; moves a name over another; forgets one.
   virtual int link(int fd, const std::string& path);

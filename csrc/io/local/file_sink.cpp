@@ -114,8 +114,20 @@ unsigned FileSink::concurrency() const noexcept {
   return is_synced() ? std::max(cpu_quota(), kSyncedWriters) : 0;
 }
 
+// Linux says once that it could not write a page, and may drop it then: the next sync succeeds
+// without it.
+void FileSink::throw_if_lost() const {
+  if (!lost_) return;
+  throw Error(Errc::io,
+              name_ +
+                  ": an earlier sync failed, so the system may have dropped what was written; "
+                  "nothing more is published, and the file keeps what was synced before",
+              name_);
+}
+
 void FileSink::reserve(uint64_t end) {
   if (damaged_) throw_damaged(name_);
+  throw_if_lost();
   if (!fd_ && !target_.empty()) open_unnamed();
   if (end <= extent_ || (named_ && end - extent_ < kReserveNbytes)) return;
   // One thread would make the pages of a new file before anything is fetched or hashed; who writes
@@ -178,6 +190,7 @@ void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
 // The published file stays as it is, and at hand; the new one takes its name at the next publish().
 void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
                                     const std::stop_token& stop) {
+  throw_if_lost();
   UniqueFd old = std::move(fd_);
   struct stat info{};
   if (fstat(old.get(), &info) == 0)
@@ -187,6 +200,10 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
   try {
     open_unnamed();
     copy_range(old.get(), from, nbytes, to, stop);
+    if (options_.fsync && options_.calls->check_written(old.get()) != 0) {
+      lost_ = true;  // the copy may have been made of what the disk has instead
+      throw_errno("cannot write", name_, errno);
+    }
   } catch (...) {
     drop_temporary();
     fd_ = std::move(old);
@@ -234,8 +251,12 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
 
 void FileSink::barrier(const std::stop_token& stop) {
   throw_if_stopped(stop);
+  throw_if_lost();
   if (!is_synced() || !named_) return;
-  if (options_.calls->sync_data(fd_.get()) != 0) throw_errno("cannot sync", name_, errno);
+  if (options_.calls->sync_data(fd_.get()) != 0) {
+    lost_ = true;
+    throw_errno("cannot sync", name_, errno);
+  }
   synced_at_ = std::chrono::steady_clock::now();
 }
 
@@ -257,8 +278,11 @@ void FileSink::publish(uint64_t end, const std::stop_token& stop) {
     unsynced_ = true;  // all but the prologue is there, see barrier()
     return;
   }
-  if (options_.fsync && options_.calls->sync(fd_.get()) != 0)
-    throw_errno("cannot sync", name_, errno);
+  if (options_.fsync && options_.calls->sync(fd_.get()) != 0) {
+    const int problem = errno;
+    lost_ = static_cast<bool>(replaced_);  // the first file of all is made anew by the next call
+    throw_errno("cannot sync", name_, problem);
+  }
   take_name();
 }
 
@@ -296,10 +320,11 @@ void FileSink::rollback(uint64_t end) noexcept {
 }
 
 void FileSink::finish(const std::stop_token& /*stop*/) {
-  const bool sync = is_synced() && named_ && unsynced_;
+  const bool sync = is_synced() && named_ && unsynced_ && !lost_;
   const bool failed = sync && options_.calls->sync_data(fd_.get()) != 0;
   const int problem = errno;
   close_all();
+  throw_if_lost();
   if (failed) throw_errno("cannot sync", name_, problem);
 }
 

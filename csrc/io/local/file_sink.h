@@ -5,7 +5,8 @@
 // With PathOptions::fsync a crash of the machine at any moment leaves the content of some complete
 // call: a file is synced before it takes its name; content that is added later is synced before
 // the prologue that counts it (barrier), and the whole once more by finish(). What replaces the
-// index or moves the records goes into a new file, which is synced and takes the name.
+// index or moves the records goes into a new file, which is synced and takes the name. After a sync
+// that failed nothing more is published.
 #pragma once
 
 #include <sys/types.h>
@@ -75,6 +76,7 @@ class FileSink final : public RangeSink {
 
   void close_all() noexcept;
   bool is_synced() const noexcept { return !target_.empty() && options_.fsync; }
+  void throw_if_lost() const;
   void open_unnamed();
   void drop_temporary() noexcept;
   void take_name();
@@ -98,6 +100,7 @@ class FileSink final : public RangeSink {
   UniqueFd replaced_;  // the published file, until one that was laid out anew takes its name
   uint64_t replaced_extent_ = 0;
   bool damaged_ = false;  // a move in place failed halfway
+  bool lost_ = false;     // a sync failed after the first publish()
 };
 
 }  // namespace tensorizer::io
