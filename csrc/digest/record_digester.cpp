@@ -203,6 +203,22 @@ bool RecordDigester::help() {
   return true;
 }
 
+bool RecordDigester::help_with_any() {
+  Work work;
+  {
+    MutexLock lock(mutex_);
+    if (ready_.empty()) return false;
+    work = take_share();
+  }
+  hash(work);
+  return true;
+}
+
+bool RecordDigester::is_idle() {
+  MutexLock lock(mutex_);
+  return ready_.empty() && in_hand_ == 0;
+}
+
 void RecordDigester::finish(const std::stop_token& stop) {
   hash_until([this]() REQUIRES_LOCK(mutex_) { return steps_left_ == 0; }, stop);
 }

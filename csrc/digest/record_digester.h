@@ -84,6 +84,12 @@ class RecordDigester {
   // the bytes leave the cache. False: nothing was done.
   bool help();
 
+  // As help(), with whatever has come, if it is a single step: for a thread that would wait.
+  bool help_with_any();
+
+  // Whether all steps that have come are digested, but for those behind one that is missing.
+  bool is_idle();
+
   // Returns when no thread looks at the bytes of any step, and none ever will: what was not hashed
   // stays so. For a worker that fails while its buffers hold steps; the others are about to stop.
   void abandon() noexcept;

@@ -31,6 +31,21 @@ class RangeSink {
   // the parts that are not complete.
   virtual bool any_order() const noexcept { return false; }
 
+  // How many stretches of the content may be under way at once within the sink's memory, however
+  // many writers there are; 0: any number.
+  virtual unsigned places() const { return 0; }
+
+  // Whether bytes [begin, end) have memory now, so that a write there waits for nobody. Who writes
+  // units in a fixed order asks before it begins one: then those that were begun can all be ended,
+  // and make room for the next. See RoomWish.
+  enum class RoomWish : uint8_t {
+    now,     // answers at once
+    soon,    // waits a moment for room
+    anyway,  // the same, and takes more than the sink's budget where no upload would make room.
+             // REQUIRES: no byte is missing of the units before this one
+  };
+  virtual bool make_room(uint64_t /*begin*/, uint64_t /*end*/, RoomWish /*wish*/) { return true; }
+
   // A hint, before reserve(): bytes [0, end) are prologue and index and may be written again by any
   // call; all others are written once.
   virtual void reserve_head(uint64_t /*end*/) {}

@@ -76,13 +76,19 @@ struct Hashing {
   size_t gathered = digest::kDealtPerWorker;  // see RecordDigester::Use
 };
 
+// A record in turn leaves up to two stretches of the sink unfinished: where its header goes, and
+// where it has come to. The others are on their way to the store.
+constexpr unsigned kPlacesOfOne = 5;
+
 Hashing hashing_of(const RecordsToWrite& job, const io::RangeSink& sink, unsigned workers) {
   if (!job.hashes.sha256) return {};
   const size_t lanes = format::Sha256::lanes();
   // Tensors in host memory can fill all lanes, those of a device have few buffers.
   if (!job.is_staged()) return {.dealt = sink.any_order() ? lanes * workers : 0};
-  if (job.engine != nullptr || !sink.any_order() || lanes < digest::kManyLanes)
-    return {.dealt = digest::kDealtPerWorker * workers};
+  if (job.engine != nullptr || !sink.any_order() || lanes < digest::kManyLanes) {
+    const size_t most = sink.places() > 0 ? std::max(1U, sink.places() / kPlacesOfOne) : SIZE_MAX;
+    return {.dealt = std::min(digest::kDealtPerWorker * workers, most)};
+  }
   return {.dealt = kHostBuffers * workers, .gathered = kHostBuffers * workers};
 }
 
@@ -93,6 +99,7 @@ struct Shared {
       : job(to_write),
         plan(std::move(planned)),
         sink(to),
+        is_bounded(to.places() > 0),
         digester(plan.steps,
                  {.workers = std::min(workers, cpu_quota()),
                   .bytes_stay = !to_write.is_staged() && to.any_order(),
@@ -121,10 +128,21 @@ struct Shared {
       sink.write_at(planned.offset, io::ConstSlice(header.bytes), stop);
   }
 
+  // All that a unit writes, but for headers of records that are in steps: those are where their
+  // first step begins.
+  std::pair<uint64_t, uint64_t> stretch_of(const Unit& unit) const {
+    const PlannedRecord& first = job.records[unit.first];
+    if (unit.count > 0) return {first.offset, job.records[unit.first + unit.count - 1].end()};
+    const uint64_t begin = first.data_offset() + unit.offset;
+    return {unit.step == 0 ? first.offset : begin, begin + unit.nbytes};
+  }
+
   const RecordsToWrite& job;
   const Plan plan;
   io::RangeSink& sink;
+  const bool is_bounded;
   RecordDigester digester;
+  std::atomic<size_t> written{0};  // units
 };
 
 class Worker final : public UnitWorker {
@@ -136,7 +154,8 @@ class Worker final : public UnitWorker {
 
   bool help() override { return shared_.digester.help(); }
 
-  void prepare(size_t) override {
+  void prepare(size_t number) override {
+    if (shared_.is_bounded) await_room(number);
     if (is_staged() && !std::exchange(prepared_, true)) take_buffer();
   }
 
@@ -159,6 +178,22 @@ class Worker final : public UnitWorker {
 
  private:
   bool is_staged() const noexcept { return job_.is_staged(); }
+
+  // Units get room in their order. So those that were taken are all written and hashed, whoever
+  // waits here, and what they complete makes room; only where that leaves nothing to upload does
+  // the next one get room beyond the sink's budget.
+  void await_room(size_t number) {
+    using Wish = io::RangeSink::RoomWish;
+    const auto [begin, end] = shared_.stretch_of(shared_.plan.units[number]);
+    if (shared_.sink.make_room(begin, end, Wish::now)) return;
+    write_fetched();
+    for (;;) {
+      throw_if_stopped(stop_);
+      if (shared_.digester.help_with_any()) continue;
+      const bool all_written = shared_.written.load() >= number && shared_.digester.is_idle();
+      if (shared_.sink.make_room(begin, end, all_written ? Wish::anyway : Wish::soon)) return;
+    }
+  }
 
   // A buffer goes on once its steps are hashed.
   void take_buffer() {
@@ -197,6 +232,7 @@ class Worker final : public UnitWorker {
       write_step(unit);
     }
     job_.nbytes_done.fetch_add(unit.nbytes, std::memory_order_relaxed);
+    shared_.written.fetch_add(1);
   }
 
   // The unit's plaintext, one payload behind the other. The only time that the caller's memory is
@@ -332,7 +368,8 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
   Plan plan = cut(job.records, job.payloads, unit_nbytes);
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
-  const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, allowed));
+  const unsigned most = sink.places() > 0 ? std::min(allowed, sink.places()) : allowed;
+  const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, most));
   const Hashing hashing = hashing_of(job, sink, workers);
   if (hashing.dealt > 0) {
     const auto record_of = [](const Unit& unit) {

@@ -14,7 +14,9 @@
 
 #include "bytes.h"
 #include "core/error.h"
+#include "format/digest.h"
 #include "no_threads.h"
+#include "session_harness.h"
 
 namespace tensorizer::io {
 namespace {
@@ -282,6 +284,157 @@ TEST_F(MultipartSinkTest, MemoryStaysWithinTheBudgetWhenUploadsAreSlow) {
   EXPECT_TRUE(same(store_.object, data));
   EXPECT_LE(sink->peak_nbytes(), 5 * kPart);
   EXPECT_EQ(store_.most_running, 2);
+}
+
+// An upload on a machine with more processors than this one.
+class ManyWriters final : public RangeSink {
+ public:
+  ManyWriters(std::shared_ptr<MultipartSink> sink, unsigned writers)
+      : sink_(std::move(sink)), writers_(writers) {}
+  const std::string& name() const noexcept override { return sink_->name(); }
+  unsigned concurrency() const noexcept override { return writers_; }
+  bool any_order() const noexcept override { return sink_->any_order(); }
+  unsigned places() const override { return sink_->places(); }
+  bool make_room(uint64_t begin, uint64_t end, RoomWish wish) override {
+    return sink_->make_room(begin, end, wish);
+  }
+  void reserve_head(uint64_t end) override { sink_->reserve_head(end); }
+  void reserve(uint64_t end) override { sink_->reserve(end); }
+  void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+                const std::stop_token& stop) override {
+    sink_->write_at(offset, slices, stop);
+  }
+  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(Slice)>& fill,
+               const std::stop_token& stop) override {
+    return sink_->fill_at(offset, nbytes, fill, stop);
+  }
+  void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override {
+    sink_->relocate(from, nbytes, to, stop);
+  }
+  void publish(uint64_t end, const std::stop_token& stop) override { sink_->publish(end, stop); }
+  void rollback(uint64_t end) noexcept override { sink_->rollback(end); }
+  void abandon() noexcept override { sink_->abandon(); }
+  void finish(const std::stop_token& stop) override { sink_->finish(stop); }
+
+ private:
+  const std::shared_ptr<MultipartSink> sink_;
+  const unsigned writers_;
+};
+
+// Keeps the digest of each part only, and is slower than those who write.
+class SlowStore final : public MultipartTransport {
+ public:
+  explicit SlowStore(std::vector<format::Sha256Digest>& parts) : parts_(parts) {}
+  void create(const std::stop_token&) override {}
+  std::string put_part(int number, ConstSlice bytes, const std::stop_token&) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(bytes.size() >> 20));
+    format::Sha256 sha256;
+    sha256.update(bytes);
+    const std::lock_guard lock(mutex_);
+    parts_.resize(std::max(parts_.size(), static_cast<size_t>(number)));
+    parts_[static_cast<size_t>(number) - 1] = sha256.finish();
+    return "etag";
+  }
+  void complete(const std::vector<std::string>&, const std::stop_token&) override {}
+  void abort() noexcept override {}
+  void put_object(ConstSlice, const std::stop_token&) override { ADD_FAILURE() << "one part"; }
+
+ private:
+  std::mutex mutex_;
+  std::vector<format::Sha256Digest>& parts_;
+};
+
+struct SaveToStore {
+  save::SaveOptions options{};
+  bool from_device = false;
+  std::vector<size_t> sizes{};
+};
+
+// The digests of the parts, and the most memory that parts have taken.
+uint64_t save_to_store(const SaveToStore& what, unsigned writers, const MultipartOptions& limits,
+                       std::vector<format::Sha256Digest>& parts) {
+  static const Bytes content = random_bytes(size_t{120} << 20, 11);
+  auto sink =
+      std::make_shared<MultipartSink>(std::make_unique<SlowStore>(parts), "s3://b/k", limits);
+  tests::HostEngine engine(5, size_t{4} << 20);
+  save::SaveSession session(std::make_shared<ManyWriters>(sink, writers), 0, what.options);
+  std::vector<save::TensorToWrite> plan;
+  std::vector<format::TensorPath> paths;
+  std::vector<device::TensorMemory> payloads;
+  for (const size_t nbytes : what.sizes) {
+    const std::string name = "t" + std::to_string(plan.size());
+    paths.push_back({name});
+    plan.push_back({.name = name, .dtype = "|u1", .shape = {nbytes}, .data_nbytes = nbytes});
+    payloads.push_back({const_cast<std::byte*>(content.data()), nbytes, nullptr});
+  }
+  session.begin_call(std::move(plan), paths, {}, false, {});
+  session.write_payloads(payloads, what.from_device ? &engine : nullptr, {});
+  session.finish_call({});
+  session.finish({});
+  return sink->peak_nbytes();
+}
+
+TEST(MultipartSinkMemory, StaysWithinTheBudgetHoweverManyProcessorsWrite) {
+  const auto key = tests::test_key();
+  constexpr size_t kMiB = 1 << 20;
+  MultipartOptions limits;
+  limits.min_part_nbytes = limits.max_part_nbytes = 8 * kMiB;
+  limits.uploads = 6;
+  const uint64_t budget = (limits.uploads + 2) * limits.min_part_nbytes;
+  const std::vector<size_t> equal(24, 20 * kMiB);
+  std::vector<size_t> mixed = {120 * kMiB, 1, 9 * kMiB, 0, 90 * kMiB + 77};
+  for (size_t i = 0; i < 60; ++i) mixed.push_back((i * 37 % 23) * 200'000 + i);
+  mixed.push_back(70 * kMiB);
+  const SaveToStore kinds[] = {
+      {{.hashes = {true, true}}, false, equal},
+      {{.hashes = {true, true}}, false, mixed},
+      {{.hashes = {false, false}}, false, equal},
+      {{.hashes = {true, true}}, true, equal},
+      {{.hashes = {true, true}}, true, mixed},
+      {{.hashes = {false, true}, .key = key}, false, equal},
+      {{.hashes = {false, true}, .key = key}, false, mixed},
+      {{.hashes = {false, false}, .key = key}, false, mixed},
+      {{.hashes = {false, true}, .key = key}, true, equal},
+  };
+  for (const SaveToStore& kind : kinds) {
+    const auto said = [&] { return static_cast<size_t>(&kind - kinds); };
+    std::vector<format::Sha256Digest> by_one;
+    EXPECT_LE(save_to_store(kind, 1, limits, by_one), budget) << said();
+    for (const unsigned writers : {16U, 64U}) {
+      std::vector<format::Sha256Digest> parts;
+      EXPECT_LE(save_to_store(kind, writers, limits, parts), budget) << said() << ", " << writers;
+      if (!kind.options.key) {
+        EXPECT_TRUE(parts == by_one) << said();
+      }
+    }
+  }
+}
+
+TEST(MultipartSinkMemory, NoOrderOfUnitsLocksWritersUpHoweverSmallTheBudgetIs) {
+  const auto key = tests::test_key();
+  MultipartOptions limits;
+  limits.min_part_nbytes = limits.max_part_nbytes = 300'000;  // a unit has several
+  const std::vector<size_t> sizes = {5'000'000, 17, 9'000'000, 400'000, 30'000'000, 300'000, 1};
+  for (const uint64_t budget : {uint64_t{300'000}, uint64_t{900'000}, uint64_t{0}}) {
+    limits.uploads = budget == 0 ? 1 : 3;
+    limits.budget_nbytes = budget;
+    for (const bool from_device : {false, true}) {
+      std::vector<format::Sha256Digest> parts;
+      save_to_store({{.hashes = {false, true}, .key = key}, from_device, sizes}, 64, limits, parts);
+      EXPECT_GT(parts.size(), 100U);
+    }
+  }
+}
+
+TEST_F(MultipartSinkTest, AnEncryptedSaveByManyComesBack) {
+  const auto tensors = tests::make_tensors({3'000'000, 5, 4'000'000, 0, 2'500'000, 100'000}, 12);
+  std::shared_ptr<MultipartSink> sink = make();
+  save::SaveSession session(std::make_shared<ManyWriters>(sink, 16), 0,
+                            {.hashes = {false, true}, .key = tests::test_key()});
+  tests::write_call(session, tensors);
+  session.finish({});
+  tests::expect_loads(store_.object, tensors,
+                      {.keys = std::make_shared<load::KeyRing>(tests::test_key())});
 }
 
 TEST_F(MultipartSinkTest, AsManyPartsAreOnTheirWayAsThereAreUploads) {

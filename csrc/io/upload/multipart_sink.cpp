@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <system_error>
 
@@ -20,6 +21,9 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kTailNbytes = uint64_t{64} << 10;
 // Objects of this many parts of the smallest size and below get that size.
 constexpr uint64_t kFewParts = 256;
+// Uploads that end wake those who wait for room; whether waiting is for nothing they look
+// themselves.
+constexpr std::chrono::milliseconds kPatience{20};
 
 Error aborted(const std::string& name, const std::string& reason) {
   return Error(Errc::io, "Failed to write " + name + ": " + reason + "; nothing was stored", name);
@@ -71,10 +75,26 @@ uint64_t MultipartSink::peak_nbytes() const {
   return peak_;
 }
 
+PartSizes MultipartSink::part_sizes() const {
+  return sizes_ ? *sizes_ : PartSizes(extent_, options_.min_part_nbytes, options_.max_part_nbytes);
+}
+
 uint64_t MultipartSink::budget_nbytes() const {
   if (options_.budget_nbytes) return options_.budget_nbytes;
   // One is filled and one kept for the head while all the others are on their way.
-  return (std::max(1u, options_.uploads) + uint64_t{2}) * sizes_->nbytes(0);
+  return (std::max(1u, options_.uploads) + uint64_t{2}) * part_sizes().nbytes(0);
+}
+
+unsigned MultipartSink::places() const {
+  MutexLock lock(mutex_);
+  return static_cast<unsigned>(
+      std::clamp<uint64_t>(budget_nbytes() / part_sizes().nbytes(0), 1, kMaxParts));
+}
+
+// Beside the parts of the head behind the first, which stay until the end.
+bool MultipartSink::fits(uint64_t nbytes) const {
+  const uint64_t part = part_sizes().nbytes(0);
+  return in_memory_ + nbytes <= budget_nbytes() + (align_up(head_end_, part) - part);
 }
 
 void MultipartSink::reserve_head(uint64_t end) {
@@ -96,7 +116,7 @@ void MultipartSink::reserve(uint64_t end) {
 }
 
 size_t MultipartSink::part_at(uint64_t offset) {
-  if (!sizes_) sizes_.emplace(extent_, options_.min_part_nbytes, options_.max_part_nbytes);
+  if (!sizes_) sizes_ = part_sizes();
   while (parts_.empty() || parts_.back().end() <= offset) {
     if (parts_.size() == kMaxParts)
       throw aborted(name_, "an upload has 10,000 parts at most, and they are full");
@@ -110,6 +130,49 @@ size_t MultipartSink::part_at(uint64_t offset) {
   return static_cast<size_t>(after - parts_.begin()) - 1;
 }
 
+bool MultipartSink::lacks_memory(const Part& part) const {
+  return part.state == Part::State::filling && !part.bytes;
+}
+
+void MultipartSink::allocate(Part& part) {
+  part.bytes = allocate_pages(part.nbytes);
+  in_memory_ += part.nbytes;
+  peak_ = std::max(peak_, in_memory_);
+}
+
+// All of the parts [first, last], or nothing.
+bool MultipartSink::try_room(size_t first, size_t last) {
+  uint64_t wanted = 0;
+  for (size_t i = first; i <= last; ++i)
+    if (lacks_memory(parts_[i])) wanted += parts_[i].nbytes;
+  if (wanted > 0 && !fits(wanted)) return false;
+  for (size_t i = first; i <= last; ++i)
+    if (lacks_memory(parts_[i])) allocate(parts_[i]);
+  return true;
+}
+
+bool MultipartSink::make_room(uint64_t begin, uint64_t end, RoomWish wish) {
+  if (begin >= end) return true;
+  MutexLock lock(mutex_);
+  throw_if_failed();
+  const size_t last = part_at(end - 1);
+  const size_t first = part_at(begin);
+  if (try_room(first, last)) return true;
+  if (wish == RoomWish::now) return false;
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  const bool made = changed_.wait_until(
+      mutex_, {}, until, [&]() REQUIRES_LOCK(mutex_) { return error_ || try_room(first, last); });
+  throw_if_failed();
+  if (made) return true;
+  if (wish == RoomWish::soon || pending_ > 0) return false;
+  for (size_t i = first; i <= last; ++i) {
+    if (!lacks_memory(parts_[i])) continue;
+    allocate(parts_[i]);  // the others once this one is on its way
+    break;
+  }
+  return true;
+}
+
 // Room for up to `nbytes` at `offset`, in the part that holds it; leave_part() gives it back.
 MultipartSink::Room MultipartSink::enter_part(uint64_t offset, uint64_t nbytes,
                                               const std::stop_token& stop) {
@@ -117,22 +180,18 @@ MultipartSink::Room MultipartSink::enter_part(uint64_t offset, uint64_t nbytes,
   throw_if_failed();
   const size_t index = part_at(offset);
   Part& part = parts_[index];
-  if (!part.bytes && part.state == Part::State::filling) {
+  if (lacks_memory(part)) {
     // While uploads are running, one of them will make room. Without any, waiting would be for
     // nothing.
     const bool ready = changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) {
-      return error_ || part.bytes || pending_ == 0 || in_memory_ + part.nbytes <= budget_nbytes();
+      return error_ || part.bytes || pending_ == 0 || fits(part.nbytes);
     });
     if (!ready) throw Error(Errc::cancelled, "cancelled");
     throw_if_failed();
   }
   if (part.state != Part::State::filling)
     throw aborted(name_, "byte " + std::to_string(offset) + " was written after its part was sent");
-  if (!part.bytes) {
-    part.bytes = allocate_pages(part.nbytes);
-    in_memory_ += part.nbytes;
-    peak_ = std::max(peak_, in_memory_);
-  }
+  if (!part.bytes) allocate(part);
   ++part.writers;
   dirty_ = true;
   const uint64_t n = std::min(nbytes, part.end() - offset);

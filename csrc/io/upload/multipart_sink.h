@@ -8,9 +8,10 @@
 // all otherwise: a failure anywhere, a rollback of written bytes, abandon() and the destructor
 // abort it. An object that fits one part is stored with a single PUT.
 //
-// Memory: part buffers within MultipartOptions::budget_nbytes, plus the parts of the head, plus
-// whatever parts the order of writes leaves unfinished while no upload is running that could make
-// room (so that no order can block).
+// Memory: part buffers within MultipartOptions::budget_nbytes, plus the parts of a head that has
+// several, plus whatever parts the order of writes leaves unfinished while no upload is running
+// that could make room (so that no order can block). Writers that ask make_room() before each unit
+// leave no more unfinished than their order does, however many they are.
 //
 // write_at is safe from many threads; everything else is confined to the session's thread. Uploads
 // run on threads of their own, which end with the upload. After a fork the child's copy does
@@ -88,6 +89,8 @@ class MultipartSink final : public RangeSink {
   ~MultipartSink() override;
 
   const std::string& name() const noexcept override { return name_; }
+  unsigned places() const override;
+  bool make_room(uint64_t begin, uint64_t end, RoomWish wish) override;
   void reserve_head(uint64_t end) override;
   void reserve(uint64_t end) override;
   using RangeSink::write_at;
@@ -128,8 +131,13 @@ class MultipartSink final : public RangeSink {
     Slice bytes;
   };
 
+  PartSizes part_sizes() const REQUIRES_LOCK(mutex_);
   uint64_t budget_nbytes() const REQUIRES_LOCK(mutex_);
+  bool fits(uint64_t nbytes) const REQUIRES_LOCK(mutex_);
   size_t part_at(uint64_t offset) REQUIRES_LOCK(mutex_);
+  bool lacks_memory(const Part& part) const REQUIRES_LOCK(mutex_);
+  bool try_room(size_t first, size_t last) REQUIRES_LOCK(mutex_);
+  void allocate(Part& part) REQUIRES_LOCK(mutex_);
   Room enter_part(uint64_t offset, uint64_t nbytes, const std::stop_token& stop);
   void leave_part(size_t index, uint64_t begin, uint64_t end);
   bool is_due(size_t index) const REQUIRES_LOCK(mutex_);
