@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <ctime>
 #include <functional>
+#include <limits>
 
 namespace tensorizer::format {
 namespace {
@@ -22,9 +24,9 @@ void sha_ni_two(const BlockRun* runs, size_t, size_t nblocks) noexcept {
 bool has_both() noexcept { return sha_lanes_supported() && sha_ni_supported(); }
 bool has_nothing_special() noexcept { return true; }
 
-// Where to change over, from the time for a byte on Sapphire Rapids, in cycles of the time stamp
-// counter: one message at a time 1.65 with SHA-NI (OpenSSL without it: four times that), a
-// pair 1.4, eight full lanes 1.0, sixteen 0.77.
+// Where to change over on Sapphire Rapids. A byte takes, in cycles of the time stamp counter: one
+// message at a time 1.65 with SHA-NI (OpenSSL without it: four times that), a pair 1.4, eight full
+// lanes 1.0, sixteen 0.77. On Zen 4 a pair is faster than any lanes.
 constexpr Sha256Kernel::Width kBothWidths[] = {
     {11, 16, &sha_absorb_16}, {6, 8, &sha_absorb_8}, {2, 2, &sha_ni_two}, {1, 1, &sha_ni_one}};
 constexpr Sha256Kernel::Width kLanesWidths[] = {
@@ -37,6 +39,45 @@ constexpr Sha256Kernel kKernels[] = {{"avx512+sha-ni", &has_both, kBothWidths},
                                      {"avx512", &sha_lanes_supported, kLanesWidths},
                                      {"openssl", &has_nothing_special, kOpensslWidths}};
 
+// Time of this thread for a byte of `messages` messages, each of its own 4 KiB of `bytes`; the best
+// of several, since the first of them warms up and others may be interrupted.
+double time_of(const Sha256Kernel::Width& width, std::span<const std::byte> bytes) noexcept {
+  constexpr size_t kMessageNbytes = 4096;
+  constexpr int kRounds = 6;
+  std::array<std::array<uint32_t, 8>, kMostLanes> states{};
+  std::array<BlockRun, kMostLanes> runs;
+  constexpr size_t kBlocks = kMessageNbytes / kSha256BlockNbytes;
+  for (size_t i = 0; i < width.lanes; ++i)
+    runs[i] = {states[i].data(), bytes.data() + i * kMessageNbytes, kBlocks};
+  const auto now = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) * 1e9 + static_cast<double>(time.tv_nsec);
+  };
+  double best = std::numeric_limits<double>::infinity();
+  for (int round = 0; round < kRounds; ++round) {
+    const double begin = now();
+    width.absorb(runs.data(), width.lanes, kBlocks);
+    best = std::min(best, now() - begin);
+  }
+  return best / static_cast<double>(width.lanes * kMessageNbytes);
+}
+
+// The kernel with both ways, as it is fastest on this processor.
+Sha256Kernel measured_kernel() noexcept {
+  static std::vector<Sha256Kernel::Width> widths;
+  Sha256Kernel kernel = kKernels[0];
+  try {
+    const std::vector<std::byte> bytes(size_t{64} << 10);
+    widths = widths_for({.pair = time_of(kBothWidths[2], bytes),
+                         .eight = time_of(kBothWidths[1], bytes),
+                         .sixteen = time_of(kBothWidths[0], bytes)});
+    kernel.widths = widths;
+  } catch (...) {  // no memory: as elsewhere
+  }
+  return kernel;
+}
+
 }  // namespace
 
 const Sha256Kernel::Width& Sha256Kernel::width_for(size_t messages) const noexcept {
@@ -47,9 +88,31 @@ const Sha256Kernel::Width& Sha256Kernel::width_for(size_t messages) const noexce
 
 std::span<const Sha256Kernel> compiled_sha256_kernels() noexcept { return kKernels; }
 
+std::vector<Sha256Kernel::Width> widths_for(const Sha256Times& times) {
+  using Width = Sha256Kernel::Width;
+  std::vector<Width> widths = {kBothWidths[3], kBothWidths[2]};
+  const auto by_pairs = [&](size_t messages) { return static_cast<double>(messages) * times.pair; };
+  size_t eight_from = 3;  // lanes without a message cost as much as others
+  while (eight_from <= 8 && 8 * times.eight >= by_pairs(eight_from)) ++eight_from;
+  const bool has_eight = eight_from <= 8;
+  if (has_eight) widths.push_back({eight_from, 8, kBothWidths[1].absorb});
+  const auto without_sixteen = [&](size_t messages) {
+    if (!has_eight || messages < eight_from) return by_pairs(messages);
+    return 8 * times.eight + by_pairs(messages - std::min<size_t>(messages, 8));
+  };
+  size_t sixteen_from = has_eight ? eight_from + 1 : 3;
+  while (sixteen_from <= 16 && 16 * times.sixteen >= without_sixteen(sixteen_from)) ++sixteen_from;
+  if (sixteen_from <= 16) widths.push_back({sixteen_from, 16, kBothWidths[0].absorb});
+  std::ranges::reverse(widths);
+  return widths;
+}
+
 const Sha256Kernel& sha256_kernel_here() noexcept {
-  static const Sha256Kernel& found =
-      *std::ranges::find_if(kKernels, [](const Sha256Kernel& kernel) { return kernel.usable(); });
+  static const Sha256Kernel found = [] {
+    const Sha256Kernel& first =
+        *std::ranges::find_if(kKernels, [](const Sha256Kernel& kernel) { return kernel.usable(); });
+    return &first == &kKernels[0] ? measured_kernel() : first;
+  }();
   return found;
 }
 

@@ -1,10 +1,11 @@
 // The ways to absorb blocks of many SHA-256 messages, and which of them suits how many messages on
-// this processor. Pure.
+// this processor.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace tensorizer::format {
 
@@ -36,8 +37,19 @@ inline constexpr size_t kMostLanes = 16;
 
 // All that this build has, the preferred first; the last is usable everywhere.
 std::span<const Sha256Kernel> compiled_sha256_kernels() noexcept;
-// The first that is usable here.
+// The first that is usable here. Where it has both SHA instructions and lanes, the first call takes
+// a third of a millisecond: which of them is faster differs from processor to processor, so it
+// measures.
 const Sha256Kernel& sha256_kernel_here() noexcept;
+
+// What a byte takes by each way, all lanes full, in one unit.
+struct Sha256Times {
+  double pair = 0;
+  double eight = 0;
+  double sixteen = 0;
+};
+// The widths of a kernel with SHA instructions and lanes where these are the times. Pure.
+std::vector<Sha256Kernel::Width> widths_for(const Sha256Times& times);
 
 // Absorbs all blocks of all messages. Sorts `runs`.
 void absorb_all(const Sha256Kernel& kernel, std::span<BlockRun> runs) noexcept;

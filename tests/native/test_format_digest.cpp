@@ -3,6 +3,8 @@
 #include <openssl/evp.h>
 
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <random>
 
 #include "format/digest.h"
@@ -114,6 +116,36 @@ TEST(Sha256, OneCallTakesNoMoreStreamsThanThereAreLanes) {
     EXPECT_LE(Sha256::at_once(ready), std::min(ready, Sha256::lanes()));
   }
   EXPECT_EQ(Sha256::at_once(1000), Sha256::lanes());
+}
+
+// How many messages each number of lanes is used from; 0: never.
+std::array<size_t, 3> changes(const Sha256Times& times) {
+  std::array<size_t, 3> from{};
+  for (const Sha256Kernel::Width& width : widths_for(times)) {
+    if (width.lanes == 16) from[0] = width.from;
+    if (width.lanes == 8) from[1] = width.from;
+    if (width.lanes == 2) from[2] = width.from;
+  }
+  return from;
+}
+
+TEST(Sha256, EachProcessorGetsTheWayThatIsFasterOnIt) {
+  using From = std::array<size_t, 3>;
+  // Sapphire Rapids, in cycles a byte.
+  EXPECT_EQ(changes({.pair = 1.4, .eight = 1.0, .sixteen = 0.77}), (From{12, 6, 2}));
+  // Zen 4, in ns a byte: pairs at every count.
+  EXPECT_EQ(changes({.pair = 1 / 3.49, .eight = 1 / 2.73, .sixteen = 1 / 2.9}), (From{0, 0, 2}));
+  EXPECT_EQ(changes({.pair = 1.0, .eight = 1.1, .sixteen = 0.6}), (From{10, 0, 2}));
+  EXPECT_EQ(changes({.pair = 1.0, .eight = 0.9, .sixteen = 2}), (From{0, 8, 2}));
+  EXPECT_EQ(changes({.pair = 4.0, .eight = 1.0, .sixteen = 0.5}), (From{9, 3, 2}));
+  EXPECT_EQ(changes({.pair = 1.0, .eight = 1.0, .sixteen = 1.0}), (From{0, 0, 2}));
+}
+
+TEST(Sha256, TheWayOfThisProcessorIsMeasuredOnceAndEndsWithSingleMessages) {
+  const Sha256Kernel& here = sha256_kernel_here();
+  EXPECT_EQ(&here, &sha256_kernel_here());
+  EXPECT_EQ(here.widths.back().from, 1U);
+  EXPECT_TRUE(std::ranges::is_sorted(here.widths, std::greater<>{}, &Sha256Kernel::Width::from));
 }
 
 TEST(Sha256, ACopyContinuesOnItsOwn) {
