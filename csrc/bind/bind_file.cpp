@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "bind/bindings.h"
+#include "bind/gil.h"
 #include "bind/py_file_sink.h"
 #include "bind/py_file_source.h"
 #include "bind/py_range_source.h"
@@ -14,6 +15,7 @@
 #include "io/local/file_mapping.h"
 #include "io/local/file_sink.h"
 #include "io/local/file_source.h"
+#include "io/local/file_system.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -67,18 +69,37 @@ void register_file(py::module_& m) {
   m.def(
       "set_access",
       [](int fd, const Access& access, const std::string& name) {
-        io::set_access(fd, file_access(access), name);
+        return io::set_access(fd, file_access(access), name);
       },
       py::arg("fd"), py::arg("access"), py::arg("name"));
+  using Unlocked =
+      py::call_guard<InterpreterUnlock>;  // what a program serves may be of this process
+  m.def("is_mount_point", &io::is_mount_point, py::arg("path"), Unlocked());
+  m.def(
+      "folder_traits",
+      [](const std::string& folder) {
+        const io::FolderTraits traits = io::folder_traits(folder);
+        return std::pair(traits.renames, traits.any_order);
+      },
+      py::arg("folder"), Unlocked());
   py::class_<FileSink, io::RangeSink, std::shared_ptr<FileSink>>(m, "FileSink")
       .def_static(
           "replace",
-          [](const std::string& target, bool fsync, const std::optional<Access>& access) {
-            FileSink::PathOptions options{.fsync = fsync};
+          [](const std::string& target, bool fsync, const std::optional<Access>& access,
+             bool in_order) {
+            FileSink::PathOptions options{.fsync = fsync, .in_order = in_order};
             if (access) options.access = file_access(*access);
             return FileSink::replace(target, options);
           },
-          py::arg("target"), py::arg("fsync"), py::arg("access") = py::none())
+          py::arg("target"), py::arg("fsync"), py::arg("access") = py::none(),
+          py::arg("in_order") = false, Unlocked())
+      .def_static(
+          "in_place",
+          [](const std::string& target, bool fsync, bool in_order) {
+            return FileSink::in_place(target, {.fsync = fsync, .in_order = in_order});
+          },
+          py::arg("target"), py::arg("fsync"), py::arg("in_order") = false, Unlocked())
+      .def_property_readonly("has_mode", &FileSink::has_mode)
       .def_static(
           "overwrite",
           [](int fd, const std::string& name) {

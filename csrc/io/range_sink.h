@@ -2,8 +2,9 @@
 // Python file object.
 //
 // write_at is safe from many threads. Every byte of the content is written at least once; the index
-// is written behind the records, then comes a barrier(), then the prologue. Content becomes visible
-// under its final name by publish() and by nothing else; the destructor only abandons.
+// is written behind the records, then comes a barrier(), then the prologue; all of it in front of
+// them where the sink is in_order(). Content becomes visible under its final name by publish() and
+// by nothing else; the destructor only abandons.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,10 @@ class RangeSink {
   // True where writes may come in any order at no cost, in memory either: a file. An upload holds
   // the parts that are not complete.
   virtual bool any_order() const noexcept { return false; }
+
+  // True where bytes are taken only from the first to the last, each of them once: by some mounts
+  // of object stores.
+  virtual bool in_order() const noexcept { return false; }
 
   // How many stretches of the content may be under way at once within the sink's memory, however
   // many writers there are; 0: any number.
@@ -109,6 +114,15 @@ class RangeSink {
   // No call follows. Whatever can fail for the user's data happens here, not in the destructor.
   virtual void finish(const std::stop_token& stop) = 0;
 };
+
+// What a sink that is in_order() says about content that has to be written in another order.
+[[noreturn]] inline void throw_out_of_order(const std::string& name, const std::string& what) {
+  throw Error(Errc::io,
+              name + ": its mount takes bytes only from front to back, and " + what +
+                  ". Save a .safetensors file, or a .tensors file with hashes=None in a single "
+                  "call; or save to another place and copy the file",
+              name);
+}
 
 // What sinks that move content in place say after a move that failed halfway.
 [[noreturn]] inline void throw_damaged(const std::string& name) {

@@ -67,7 +67,9 @@ uint64_t copy_bytes(io::RangeSource& source, io::RangeSink& sink, std::atomic<ui
                     const std::stop_token& stop) {
   if (const auto total = source.size()) sink.reserve(*total);
   const unsigned wanted = std::max({source.traits().concurrency, sink.concurrency(), cpu_quota()});
-  const unsigned most = sink.places() > 0 ? std::min(kMostWorkers, sink.places()) : kMostWorkers;
+  const unsigned most = sink.in_order()     ? 1
+                        : sink.places() > 0 ? std::min(kMostWorkers, sink.places())
+                                            : kMostWorkers;
   return read_all(source, std::min(wanted, most), stop,
                   [&](uint64_t offset, io::ConstSlice bytes, const std::stop_token& token) {
                     sink.write_at(offset, bytes, token);

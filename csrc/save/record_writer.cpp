@@ -1,6 +1,7 @@
 #include "save/record_writer.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -124,7 +125,7 @@ struct Shared {
     if (header.crc32_at != 0) store_le(header.bytes.data() + header.crc32_at, digests.crc32);
     if (header.sha256_at != 0)
       std::ranges::copy(digests.sha256, header.bytes.data() + header.sha256_at);
-    if (plan.steps[record] > 0 && !header.bytes.empty())
+    if (plan.steps[record] > 0 && !header.bytes.empty() && !sink.in_order())
       sink.write_at(planned.offset, io::ConstSlice(header.bytes), stop);
   }
 
@@ -284,6 +285,9 @@ class Worker final : public UnitWorker {
     PlannedRecord& record = job_.records[unit.first];
     if (record.encrypted) {
       write_sealed(record, unit.offset, plain);
+    } else if (shared_.sink.in_order() && unit.step == 0) {
+      const std::array<io::ConstSlice, 2> both{io::ConstSlice(record.header.bytes), plain};
+      shared_.sink.write_at(record.offset, both, stop_);
     } else {
       shared_.sink.write_at(record.data_offset() + unit.offset, plain, stop_);
     }
@@ -368,7 +372,9 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
   Plan plan = cut(job.records, job.payloads, unit_nbytes);
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
-  const unsigned most = sink.places() > 0 ? std::min(allowed, sink.places()) : allowed;
+  const unsigned most = sink.in_order()     ? 1
+                        : sink.places() > 0 ? std::min(allowed, sink.places())
+                                            : allowed;
   const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, most));
   const Hashing hashing = hashing_of(job, sink, workers);
   if (hashing.dealt > 0) {

@@ -37,7 +37,8 @@ struct RecordsToWrite {
   bool is_staged() const noexcept { return engine != nullptr || key != nullptr; }
 };
 
-// Returns when all of it is in the sink. Throws Error: io, device, out_of_memory, cancelled.
+// Returns when all of it is in the sink. REQUIRES: nothing is hashed or encrypted where the sink
+// takes bytes in order: headers go first there. Throws Error: io, device, out_of_memory, cancelled.
 void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::stop_token& stop);
 
 }  // namespace tensorizer::save

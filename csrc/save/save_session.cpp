@@ -11,6 +11,7 @@
 #include "save/record_writer.h"
 
 namespace tensorizer::save {
+
 namespace {
 
 constexpr uint64_t kEndMarkNbytes = 8;
@@ -32,6 +33,7 @@ struct SaveSession::Call {
   size_t tie_mark = 0;
   bool brief = false;
   bool may_wait = false;      // the content need not be published with this call
+  bool has_head = false;      // prologue, index and annex are written
   uint64_t index_nbytes = 0;  // with the entries of this call
   uint64_t records_end = 0;
   size_t written = 0;  // records handed over so far
@@ -101,6 +103,7 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     throw Error(Errc::invalid_argument,
                 sink_->name() + " is written by the process that opened it: a forked child cannot",
                 sink_->name());
+  check_order();
   auto call = std::make_unique<Call>();
   call->path_mark = paths_.mark();
   call->entry_mark = entries_.size();
@@ -127,11 +130,32 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
                       (published_annex_ && sink_->relocates_aside()));
     sink_->reserve_head(start_ + format::kPrologueNbytes + head_.room);
     sink_->reserve(call->records_end + kEndMarkNbytes);
+    if (sink_->in_order()) {
+      take_entries(*call);
+      write_head(Way::first, stop);
+      call->has_head = true;
+    }
   } catch (...) {
     undo(*call);
     throw;
   }
   call_ = std::move(call);
+}
+
+// Where bytes go from front to back, the head has to be known before the records.
+void SaveSession::check_order() const {
+  if (!sink_->in_order()) return;
+  const char* problem = nullptr;
+  if (published_end_ > 0) {
+    problem = "a second call would change its beginning";
+  } else if (options_.key) {
+    problem = "encrypted tensors have their MACs in front of them";
+  } else if (options_.signer) {
+    problem = "a signature is in front of what it signs";
+  } else if (options_.hashes.crc32 || options_.hashes.sha256) {
+    problem = "hashes are in front of the tensors that they are of";
+  }
+  if (problem != nullptr) io::throw_out_of_order(sink_->name(), problem);
 }
 
 // Bytes of the index with `tensors` added; all of it anew where the form of entries changes.
@@ -260,20 +284,24 @@ std::vector<RecordFacts> SaveSession::records() const {
 void SaveSession::finish_call(const std::stop_token& stop) {
   if (!call_ || call_->written != call_->records.size())
     throw Error(Errc::invalid_argument, "not all payloads of the call were written");
-  for (size_t i = 0; i < call_->tensors.size(); ++i) {
-    TensorToWrite& tensor = call_->tensors[i];
-    tensor.dtype = index_dtype(tensor);
-    entries_.push_back(
-        {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset(), {}});
-  }
-  if (options_.is_vouched_for()) digest_headers(*call_);
-  ties_.insert(ties_.end(), call_->ties.begin(), call_->ties.end());
-  if (call_->prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
-  head_.prologue = call_->prologue;
-  head_.index_nbytes = call_->index_nbytes;
-  head_.end = call_->records_end;
+  if (!call_->has_head) take_entries(*call_);
   if (!call_->may_wait) publish(stop);
   call_.reset();
+}
+
+void SaveSession::take_entries(Call& call) {
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    TensorToWrite& tensor = call.tensors[i];
+    tensor.dtype = index_dtype(tensor);
+    entries_.push_back(
+        {std::move(tensor), call.records[i].offset, call.records[i].data_offset(), {}});
+  }
+  if (options_.is_vouched_for()) digest_headers(call);
+  ties_.insert(ties_.end(), call.ties.begin(), call.ties.end());
+  if (call.prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
+  head_.prologue = call.prologue;
+  head_.index_nbytes = call.index_nbytes;
+  head_.end = call.records_end;
 }
 
 // Of the records whose entries came last. Their headers are complete.
@@ -308,7 +336,7 @@ void SaveSession::publish(const std::stop_token& stop) {
   sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
   if (how == Way::append) {
     write_new_entries(stop);
-  } else {
+  } else if (!sink_->in_order()) {
     write_head(how, stop);
   }
   sink_->publish(head_.end + kEndMarkNbytes, stop);
@@ -383,7 +411,7 @@ void SaveSession::write_head(Way way, const std::stop_token& stop) {
   index.resize(head_.room);
   sink_->barrier(stop);
   unfinished_ = way;
-  if (way == Way::first) {
+  if (way == Way::first && !sink_->in_order()) {
     sink_->write_at(start_ + prologue.size(), io::ConstSlice(index), stop);
     sink_->write_at(start_, io::ConstSlice(prologue), stop);
   } else {

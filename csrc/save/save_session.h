@@ -67,7 +67,8 @@ class SaveSession {
   // Plans a call; nothing is written. `paths` are the decoded names of `tensors`. `growing`: more
   // calls will follow (single tensors), so room is left in the index, and the sink may let the
   // content wait for that of later calls. Throws Error(invalid_argument), with the session
-  // unchanged, for names in use and fields that do not fit.
+  // unchanged, for names in use and fields that do not fit. A sink that takes bytes in order gets
+  // the head of the file now; for what cannot be written like that Error(io) is thrown.
   void begin_call(std::vector<TensorToWrite> tensors, std::span<const format::TensorPath> paths,
                   std::span<const TieToWrite> ties, bool growing, const std::stop_token& stop);
 
@@ -143,6 +144,8 @@ class SaveSession {
   void relayout(Call& call, uint64_t room, const std::stop_token& stop);
   void move_records(uint64_t distance) noexcept;
   void place_records(Call& call);
+  void check_order() const;
+  void take_entries(Call& call);
   Way way() const noexcept;
   void publish(const std::stop_token& stop);
   bool copies_aside(const std::stop_token& stop);

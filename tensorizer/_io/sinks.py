@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from tensorizer._io.sources import Lent, check_binary, check_stream_options, des
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
 from tensorizer.errors import stream_errors
+
+logger = logging.getLogger("tensorizer.serialization")
 
 _MODE_WANTED = "wb+"
 
@@ -85,16 +88,31 @@ def place_of_new_file(file_obj: Any) -> Optional[tuple[str, Optional[FileAccess]
 def _open_path(path: str, fsync: bool) -> OpenedSink:
     place = _place_of(path)
     with stream_errors():
+        in_order = not _traits_of(os.path.dirname(_without_links(path))).any_order
         if place is not None:
             target, access = place
-            return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, access), 0)
-        # Devices are written to, not replaced.
-        return _open_object(open(path, "wb+" if stat.S_ISREG(os.stat(path).st_mode) else "rb+", opener=_open_existing))
+            sink = _C.FileSink.replace(os.fsencode(target), fsync, access, in_order)
+            if not sink.has_mode:
+                _say_without_mode(target)
+            return OpenedSink(sink, 0)
+        if os.path.isfile(path) or not os.path.exists(path):
+            return OpenedSink(_C.FileSink.in_place(os.fsencode(path), fsync, in_order), 0)
+        return _open_object(open(path, "rb+"))  # devices are written to, not replaced
 
 
-def _open_existing(path: str, flags: int) -> int:
-    """In folders like ``/tmp`` the kernel refuses O_CREAT for files of other users (fs.protected_regular)."""
-    return os.open(path, flags & ~os.O_CREAT)
+def _say_without_mode(target: str) -> None:
+    logger.debug("%s: the mode of the file that it replaces could not be set on the new one", target)
+
+
+class _FolderTraits(NamedTuple):
+    """What a file system allows: a new file that takes a name when it is complete; bytes in any order."""
+
+    renames: bool
+    any_order: bool
+
+
+def _traits_of(folder: str) -> _FolderTraits:
+    return _FolderTraits(*_C.folder_traits(os.fsencode(folder or ".")))
 
 
 @stream_errors()
@@ -111,7 +129,7 @@ def _place_of(path: str) -> Optional[tuple[str, Optional[FileAccess]]]:
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if existing is None:
-        return target, None
+        return (target, None) if _traits_of(folder).renames else None
     if not stat.S_ISREG(existing.st_mode):
         return None
     if not os.access(path, os.W_OK):
@@ -131,12 +149,14 @@ def _without_links(path: str) -> str:
 
 
 def _can_be_replaced(path: str, target: str, existing: os.stat_result) -> bool:
-    """Whether another file can take the name: not for files without one (``/proc/self/fd/N``) or in a locked folder,
-    nor for other users' files in folders like ``/tmp``."""
+    """Whether another file can take the name: not for files without one (``/proc/self/fd/N``), in a locked folder or
+    on a mount without renames, nor for mount points and other users' files in folders like ``/tmp``."""
     if target != os.path.abspath(path) and not _is_name_of(target, path):
         return False
     folder = os.path.dirname(target)
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK) or _C.is_mount_point(os.fsencode(target)):
+        return False
+    if not _traits_of(folder).renames:
         return False
     found = os.stat(folder)
     return not found.st_mode & stat.S_ISVTX or os.geteuid() in (0, existing.st_uid, found.st_uid)
@@ -213,6 +233,13 @@ def _check_object(file_obj: Any) -> None:
 
 _DESCRIPTORS = "/proc/self/fd"
 
+# What systems say that give no name to a complete file: no hard links, no renames, a mount point in its place.
+_NO_NAMES = frozenset(
+    {errno.EBUSY, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.EINVAL, errno.EXDEV, errno.EMLINK}
+)
+
+_COPIED_AT_ONCE = 16 << 20
+
 _Progress = Optional[Callable[[int], object]]
 
 
@@ -228,6 +255,7 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
     def __init__(self, target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> None:
         self._opened = open_sink(target, True, stream_options)
         self._sink = self._opened.sink
+        self._sink.reserve(0)  # opens what is written in place
         self._end = self._opened.start
 
     @property
@@ -281,7 +309,8 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
     """A new local file, complete first and published later: where it is read back before, or appears with others.
 
     It has no name until it is published where the file system can do that, so that nothing is left whatever happens;
-    elsewhere, and where it `is_one_of_many`, a hidden one that the end of the block removes.
+    elsewhere, and where it `is_one_of_many`, a hidden one that the end of the block removes. Where a complete file can
+    get no name, it is written in place when it is published.
 
     Args:
         path: The name that :meth:`publish` gives it.
@@ -294,13 +323,19 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
 
     def __init__(self, path: str, access: Optional[FileAccess] = None, is_one_of_many: bool = False) -> None:
         self._path, self._folder = path, os.path.dirname(path) or "."
+        self._access = access
         self._hidden: Optional[str] = None
         self._is_one_of_many = is_one_of_many
         self._descriptor = -1
         self._syncs = True
         flags = os.O_RDWR | os.O_CLOEXEC
-        bits = 0o666 if access is None else 0o600
+        bits = self._bits()
         with stream_errors():
+            self._is_in_place = not _traits_of(self._folder).renames
+            if self._is_in_place:
+                self._is_one_of_many = False
+                self._descriptor = os.memfd_create("tensorizer")  # not every such mount can remove a hidden file
+                return
             if hasattr(os, "O_TMPFILE") and os.path.isdir(_DESCRIPTORS) and not is_one_of_many:
                 with contextlib.suppress(OSError):  # a file system that has no such files
                     self._descriptor = os.open(self._folder, flags | os.O_TMPFILE, bits)
@@ -311,8 +346,11 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
                 except OSError as error:
                     error.filename = path
                     raise
-            if access is not None:
-                _C.set_access(self._descriptor, access, os.fsencode(path))
+            if access is not None and not _C.set_access(self._descriptor, access, os.fsencode(path)):
+                _say_without_mode(path)
+
+    def _bits(self) -> int:
+        return 0o666 if self._access is None else self._access.mode & 0o777
 
     def _unused_name(self) -> str:
         name = f".{os.path.basename(self._path)[:100]}.{os.urandom(8).hex()}.tmp"
@@ -365,6 +403,33 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
                 os.close(folder)
 
     def _take_name(self, folder: int, exclusive: bool) -> None:
+        if self._is_in_place:
+            self._write_in_place(exclusive)
+            return
+        try:
+            self._take_name_of_new_file(folder, exclusive)
+        except OSError as error:
+            if error.errno not in _NO_NAMES:
+                raise
+            self._write_in_place(exclusive)
+
+    def _write_in_place(self, exclusive: bool) -> None:
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | (os.O_EXCL if exclusive else os.O_TRUNC)
+        target = os.open(self._path, flags, self._bits())
+        try:
+            with self.open("rb") as file:
+                while os.sendfile(target, file.fileno(), None, _COPIED_AT_ONCE):
+                    pass
+            if self._syncs:
+                os.fsync(target)
+        except BaseException:
+            os.close(target)
+            if exclusive:
+                os.unlink(self._path)
+            raise
+        os.close(target)  # some file systems store only now
+
+    def _take_name_of_new_file(self, folder: int, exclusive: bool) -> None:
         if self._hidden is None:
             name = self._path if exclusive else self._unused_name()
             # Only with the descriptor of a folder does Python make a link to what the link stands for.

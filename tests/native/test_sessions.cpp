@@ -434,6 +434,65 @@ TEST(Sessions, ASaveThatCopiesDealsLargeTensorsInTurn) {
   }
 }
 
+// A mount that takes bytes only behind those it has.
+class AppendOnlySink final : public io::RangeSink {
+ public:
+  const std::string& name() const noexcept override { return name_; }
+  unsigned concurrency() const noexcept override { return 8; }
+  bool any_order() const noexcept override { return true; }
+  bool in_order() const noexcept override { return true; }
+  using io::RangeSink::write_at;
+  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+                const std::stop_token&) override {
+    if (offset != bytes.size()) io::throw_out_of_order(name_, "this came before others");
+    for (const io::ConstSlice& slice : slices)
+      bytes.insert(bytes.end(), slice.begin(), slice.end());
+  }
+  void relocate(uint64_t, uint64_t, uint64_t, const std::stop_token&) override { FAIL(); }
+  void publish(uint64_t end, const std::stop_token&) override { EXPECT_EQ(end, bytes.size()); }
+  void finish(const std::stop_token&) override {}
+  Bytes bytes;
+
+ private:
+  std::string name_ = "mount";
+};
+
+TEST(Sessions, WhatNeedsNoBytesOfTheEndIsWrittenFromFrontToBack) {
+  const auto tensors = make_tensors(kMixedSizes, 14);
+  HostEngine engine(4, kChunk);
+  for (device::CopyEngine* from :
+       {static_cast<device::CopyEngine*>(nullptr), static_cast<device::CopyEngine*>(&engine)}) {
+    for (const bool growing : {false, true}) {
+      auto sink = std::make_shared<AppendOnlySink>();
+      save::SaveSession session(
+          sink, 0, {.hashes = {false, false}, .metadata = {{"text", std::string(5000, 'x')}}});
+      write_call(session, tensors, growing, from);
+      EXPECT_EQ(session.published_nbytes(), sink->bytes.size());
+      EXPECT_THROW(write_call(session, make_tensors({5}, 1, "more")), Error);
+      session.finish({});
+      expect_loads(sink->bytes, tensors, {.verify = false});
+    }
+  }
+}
+
+TEST(Sessions, WhatCannotBeWrittenFromFrontToBackIsRefusedBeforeAByteAndSaysWhatToDo) {
+  for (const save::SaveOptions& options :
+       {save::SaveOptions{.hashes = {true, false}}, save::SaveOptions{.hashes = {false, true}},
+        save::SaveOptions{.hashes = {false, false}, .key = test_key()}}) {
+    auto sink = std::make_shared<AppendOnlySink>();
+    save::SaveSession session(sink, 0, options);
+    try {
+      write_call(session, make_tensors({5}, 1));
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Errc::io);
+      EXPECT_NE(std::string(error.what()).find("hashes=None"), std::string::npos) << error.what();
+    }
+    EXPECT_TRUE(sink->bytes.empty());
+    session.finish({});
+  }
+}
+
 TEST(Sessions, ASequentialSourceIsReadByOneWorkerAtGrowingOffsets) {
   const auto tensors = make_tensors(kMixedSizes, 80);
   const Bytes file = save_all(tensors);

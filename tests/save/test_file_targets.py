@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 
 import pytest
 import samples
 import torch
+from mounts import require_mounts, with_mounts
 from samples import assert_same, load, state_dict_bytes, tensor
+from servers.fuse import MountRules, fuse_folder
 
 from tensorizer import TensorDeserializer, TensorSerializer, errors
 
@@ -234,6 +240,240 @@ os.rmdir(folder)
 """
     done = fresh_process(program, folder_bits)
     assert done.returncode == 0, done.stderr
+
+
+# --- mounts that are not like a disk ---------------------------------------------------------------------------------
+
+DOORS = """
+import os, sys, warnings, torch, tensorizer
+import torch.distributed.checkpoint as dcp
+from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.distributed import TensorizerReader, TensorizerWriter
+warnings.simplefilter("ignore")
+os.chdir(sys.argv[1])
+STATE = {"a": torch.arange(100_000.0), "b": torch.arange(7)}
+
+def check(name):
+    with TensorDeserializer(name, device="cpu") as file:
+        assert all(torch.equal(file[key], value) for key, value in STATE.items()), name
+
+def through_serializer(name, **options):
+    with TensorSerializer(name, **options) as file:
+        file.write_state_dict(STATE)
+    check(name)
+
+def through_calls(name):
+    with TensorSerializer(name) as file:
+        for key, value in STATE.items():
+            file.write_state_dict({key: value})
+    check(name)
+
+def through_tensors(name):
+    tensorizer.save_file(STATE, name, format="tensors")
+    check(name)
+
+def through_safetensors(name, **options):
+    tensorizer.save_file(STATE, name, format="safetensors", **options)
+    check(name)
+
+def through_checkpoint(name, **options):
+    dcp.save(STATE, storage_writer=TensorizerWriter(name, **options))
+    found = {key: torch.zeros_like(value) for key, value in STATE.items()}
+    dcp.load(found, storage_reader=TensorizerReader(name))
+    assert all(torch.equal(found[key], value) for key, value in STATE.items())
+"""
+
+
+def run_doors(program, folder, mounts=None):
+    command = [sys.executable, "-c", DOORS + program, str(folder)]
+    if mounts is not None:
+        command = with_mounts(mounts, *command)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_proc_a_save_takes_a_hidden_name_before_the_first_byte(tmp_path):
+    require_mounts()
+    program = """
+assert not os.path.exists("/proc/self")
+for door in (through_serializer, through_calls, through_tensors):
+    for _ in range(2):
+        door("m.tensors")
+through_safetensors("m.safetensors")
+through_checkpoint("d")
+assert sorted(os.listdir()) == ["d", "m.safetensors", "m.tensors"]
+"""
+    run_doors(program, tmp_path, "mount -t tmpfs none /proc")
+
+
+def test_a_file_that_is_a_mount_point_is_written_in_place(tmp_path):
+    require_mounts()
+    (tmp_path / "host").write_bytes(b"old" * 1_000_000)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "m.tensors").touch()
+    program = """
+before = os.stat("m.tensors").st_ino
+for door in (through_serializer, through_calls, through_tensors, through_safetensors):
+    door("m.tensors")
+assert os.stat("m.tensors").st_ino == before
+assert os.listdir() == ["m.tensors"]
+"""
+    run_doors(program, tmp_path / "app", f"mount --bind {tmp_path}/host {tmp_path}/app/m.tensors")
+    assert TensorDeserializer(tmp_path / "host", device="cpu")["b"].tolist() == list(range(7))
+
+
+@contextlib.contextmanager
+def served(folder, rules):
+    """Mounts a folder that a program serves; skips the test where that cannot be."""
+    folder.mkdir()
+    with contextlib.ExitStack() as mounted:
+        try:
+            mounted.enter_context(fuse_folder(folder, rules))
+        except OSError as error:
+            pytest.skip(f"no FUSE here: {error}")
+        yield folder
+
+
+ALL_DOORS = """
+for door, name in [(through_serializer, "m.tensors"), (through_calls, "m.tensors"), (through_tensors, "m.tensors"),
+                   (through_safetensors, "m.safetensors")]:
+    for _ in range(2):
+        door(name)
+assert sorted(os.listdir()) == ["m.safetensors", "m.tensors"], os.listdir()
+"""
+
+
+@pytest.mark.parametrize(
+    "rules", [MountRules(), MountRules(renames=False), MountRules(modes=False)], ids=["all", "no-renames", "no-modes"]
+)
+def test_a_mount_that_a_program_serves_takes_new_files_and_files_that_are_there(tmp_path, rules):
+    with served(tmp_path / "mount", rules) as folder:
+        run_doors(ALL_DOORS, folder)
+
+
+def test_a_mount_without_modes_costs_one_line_for_those_who_look_for_it(tmp_path):
+    with served(tmp_path / "mount", MountRules(modes=False)) as folder:
+        program = """
+import logging
+through_serializer("m.tensors")
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record)
+logging.getLogger("tensorizer.serialization").addHandler(handler)
+logging.getLogger("tensorizer.serialization").setLevel(logging.DEBUG)
+os.umask(0o077)  # so that the mode of the new file is another one
+with TensorSerializer("m.tensors") as file:
+    file.write_state_dict(STATE)
+    file.write_state_dict({"c": torch.ones(1)})
+assert [record.levelname for record in lines if "mode" in record.getMessage()] in ([], ["DEBUG"])
+"""
+        run_doors(program, folder)
+
+
+def test_after_a_sync_that_failed_close_raises_and_publishes_no_call_that_waited(tmp_path):
+    with served(tmp_path / "mount", MountRules(failing_sync=2)) as folder:
+        program = """
+from tensorizer import TensorType
+file = TensorSerializer("m.tensors")
+failed = []
+for name in "abcd":
+    try:
+        if name == "b":  # it waits for company
+            file.write_tensor(0, name, TensorType.PARAM, STATE["b"])
+        else:
+            file.write_state_dict({name: STATE["b"]})
+    except tensorizer.StreamError as error:
+        failed.append(name)
+        reason = str(error)
+assert failed in (["c", "d"], ["b", "c", "d"]), failed
+assert "an earlier sync failed" in reason and "m.tensors" in reason, reason
+try:
+    file.close()
+    raise SystemExit("nothing was said")
+except tensorizer.StreamError as error:
+    assert "sync" in str(error)
+with TensorDeserializer("m.tensors", device="cpu") as file:
+    assert list(file) == ["a"]
+"""
+        run_doors(program, folder)
+
+
+def test_a_mount_that_takes_bytes_from_front_to_back_gets_what_can_be_written_like_that(tmp_path):
+    with served(tmp_path / "mount", MountRules(renames=False, any_order=False, modes=False, removes=False)) as folder:
+        program = """
+for _ in range(2):
+    through_serializer("m.tensors", hashes=None, metadata={"k": "text"})
+    through_safetensors("m.safetensors")
+with TensorSerializer("one.tensors", hashes=None) as file:
+    file.write_module(torch.nn.Linear(300, 4000))
+TensorDeserializer("one.tensors", device="cpu", verify_hash=False).close()
+tensorizer.convert("m.safetensors", "copy.safetensors")
+check("copy.safetensors")
+
+from tensorizer import EncryptionParams
+for options in ({}, {"hashes": "crc32"}, {"hashes": None, "encryption": EncryptionParams.random()}):
+    for name in ("m.tensors", "refused.tensors"):
+        try:
+            through_serializer(name, **options)
+            raise SystemExit("nothing was said")
+        except tensorizer.StreamError as error:
+            assert "front to back" in str(error) and "hashes=None" in str(error) and name in str(error)
+check("m.tensors")  # nothing was written
+try:
+    with TensorSerializer("two.tensors", hashes=None) as file:
+        file.write_state_dict({"a": STATE["a"]})
+        file.write_state_dict({"b": STATE["b"]})
+    raise SystemExit("nothing was said")
+except tensorizer.StreamError as error:
+    assert "second call" in str(error)
+try:
+    with open("object.tensors", "wb+") as stream, TensorSerializer(stream) as file:
+        file.write_state_dict(STATE)
+    raise SystemExit("nothing was said")
+except tensorizer.StreamError as error:
+    assert "front to back" in str(error)
+found = set(os.listdir())
+assert {"m.tensors", "m.safetensors", "copy.safetensors", "one.tensors"} <= found and "refused.tensors" not in found
+assert not [name for name in found if name.startswith(".")], found
+"""
+        run_doors(program, folder)
+
+
+def test_a_file_keeps_the_mode_that_it_is_made_with_where_it_cannot_be_changed(tmp_path, monkeypatch, caplog):
+    from tensorizer import _C
+    from tensorizer._io.sinks import FileAccess, NewFile
+
+    monkeypatch.setattr(_C, "set_access", lambda *_: False)
+    with caplog.at_level(logging.DEBUG), NewFile(str(tmp_path / "key"), FileAccess(0o600)) as file:
+        file.write(b"secret")
+        file.publish()
+    assert mode_bits(tmp_path / "key") == 0o600
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("refused", ["link", "replace"])
+def test_a_small_file_that_can_get_no_name_is_written_in_place(tmp_path, monkeypatch, exclusive, refused):
+    from tensorizer._io.sinks import NewFile
+
+    def refuses(*_arguments, **_options):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, refused, refuses)
+    path = tmp_path / "small"
+    if not exclusive:
+        path.write_bytes(b"what was there before")
+    with NewFile(str(path)) as file:
+        file.write(b"content")
+        file.publish(exclusive)
+    assert path.read_bytes() == b"content"
+    with NewFile(str(path)) as file:
+        file.write(b"other")
+        with pytest.raises(FileExistsError):
+            file.publish(exclusive=True)
+    assert path.read_bytes() == b"content"
+    assert os.listdir(tmp_path) == ["small"]
 
 
 def test_a_forked_child_neither_cuts_nor_writes_what_its_parent_is_saving(fresh_process):

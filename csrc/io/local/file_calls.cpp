@@ -16,13 +16,31 @@ FileCalls& FileCalls::system() {
   return *calls;
 }
 
+namespace {
+
+// By which link() finds a file without a name.
+std::string place_of(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
+
+}  // namespace
+
 int FileCalls::open_unnamed(const std::string& folder, unsigned mode) {
-  return open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, mode);
+  UniqueFd fd(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, mode));
+  if (fd && access(place_of(fd.get()).c_str(), F_OK) != 0) {  // without /proc
+    errno = EOPNOTSUPP;
+    return -1;
+  }
+  return fd.release();
 }
 
 int FileCalls::open_new(const std::string& path, unsigned mode) {
   return open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, mode);
 }
+
+int FileCalls::open_cut(const std::string& path) {
+  return open(path.c_str(), O_RDWR | O_TRUNC | O_CLOEXEC);
+}
+
+int FileCalls::close(int fd) noexcept { return ::close(fd); }
 
 ssize_t FileCalls::write(int fd, const iovec* vectors, int count, uint64_t offset) {
   return pwritev(fd, vectors, count, static_cast<off_t>(offset));
@@ -56,8 +74,7 @@ int FileCalls::check_written(int fd) noexcept {
 }
 
 int FileCalls::link(int fd, const std::string& path) {
-  return linkat(AT_FDCWD, ("/proc/self/fd/" + std::to_string(fd)).c_str(), AT_FDCWD, path.c_str(),
-                AT_SYMLINK_FOLLOW);
+  return linkat(AT_FDCWD, place_of(fd).c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW);
 }
 
 int FileCalls::rename(const std::string& from, const std::string& to) {

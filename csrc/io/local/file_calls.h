@@ -20,9 +20,14 @@ class FileCalls {
   // Those of the system. Never destroyed.
   static FileCalls& system();
 
-  // A new file: without a name in `folder`, or under a name that nobody has.
+  // A new file: without a name in `folder`, where it can get one later, or under a name that nobody
+  // has.
   virtual int open_unnamed(const std::string& folder, unsigned mode);
   virtual int open_new(const std::string& path, unsigned mode);
+  // The file that is there, cut to nothing.
+  virtual int open_cut(const std::string& path);
+  // Some file systems store only now, and say what failed.
+  virtual int close(int fd) noexcept;
 
   virtual ssize_t write(int fd, const iovec* vectors, int count, uint64_t offset);
   // From another file, inside the kernel; both offsets move on.

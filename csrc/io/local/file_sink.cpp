@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -54,15 +55,28 @@ void read_all(int fd, uint64_t offset, std::byte* data, uint64_t nbytes, const s
   }
 }
 
+// Whoever takes bytes only from front to back says no more than that an argument is invalid.
+[[noreturn]] void throw_write_failed(int fd, uint64_t offset, const std::string& name, int err) {
+  struct stat info{};
+  const bool refuses_order = (err == EINVAL || err == ESPIPE || err == EOPNOTSUPP) &&
+                             (fcntl(fd, F_GETFL) & O_DIRECT) == 0;  // which wants whole blocks
+  if (refuses_order && fstat(fd, &info) == 0 && static_cast<uint64_t>(info.st_size) != offset)
+    throw_out_of_order(name, "byte " + std::to_string(offset) + " came before others");
+  throw_errno("cannot write", name, err);
+}
+
 }  // namespace
 
-void set_access(int fd, const FileAccess& access, const std::string& name) {
+bool set_access(int fd, const FileAccess& access, const std::string& name) {
   // Before the mode, since a new owner takes the set-user-ID bit away.
   const bool given = fchown(fd, access.owner, access.group) == 0 ||
                      fchown(fd, static_cast<uid_t>(-1), access.group) == 0;
   static_cast<void>(given);
-  if (fchmod(fd, access.mode) != 0 && errno != EPERM)
+  if (fchmod(fd, access.mode) == 0) return true;
+  if (errno != EPERM && errno != ENOSYS && errno != EOPNOTSUPP && errno != EINVAL)
     throw_errno("cannot set the mode of", name, errno);
+  struct stat info{};
+  return fstat(fd, &info) == 0 && (info.st_mode & 07777) == access.mode;
 }
 
 FileSink::FileSink(std::string name, std::string target, const PathOptions& options)
@@ -74,13 +88,20 @@ std::shared_ptr<FileSink> FileSink::replace(const std::string& target, const Pat
   return sink;
 }
 
+std::shared_ptr<FileSink> FileSink::in_place(const std::string& target,
+                                             const PathOptions& options) {
+  std::shared_ptr<FileSink> sink(new FileSink(target, {}, options));
+  sink->place_ = target;
+  return sink;
+}
+
 std::shared_ptr<FileSink> FileSink::overwrite(UniqueFd fd, const std::string& name) {
   std::shared_ptr<FileSink> sink(new FileSink(name, {}, {}));
   sink->fd_ = std::move(fd);
   return sink;
 }
 
-FileSink::~FileSink() { drop_temporary(); }
+FileSink::~FileSink() { close_all(); }
 
 // The name belongs to the process that made it, not to a child that was forked meanwhile.
 void FileSink::drop_temporary() noexcept {
@@ -107,7 +128,34 @@ void FileSink::open_unnamed() {
   fd_ = std::move(fd);
   named_ = false;
   extent_ = 0;
-  if (options_.access) set_access(fd_.get(), *options_.access, target_);
+  if (options_.access) has_mode_ = set_access(fd_.get(), *options_.access, target_);
+}
+
+void FileSink::open_in_place() {
+  UniqueFd fd(options_.calls->open_cut(place_));
+  is_made_ = !fd && errno == ENOENT;
+  if (is_made_) fd = UniqueFd(options_.calls->open_new(place_, 0666));
+  if (!fd) throw_errno("cannot write", place_, errno);
+  fd_ = std::move(fd);
+  owner_ = getpid();
+  extent_ = 0;
+}
+
+// All bytes are there, and no name can be had for them.
+void FileSink::go_on_in_place(uint64_t end, const std::stop_token& stop) {
+  UniqueFd old = std::move(fd_);
+  place_ = std::exchange(target_, {});
+  try {
+    open_in_place();
+  } catch (...) {
+    target_ = std::exchange(place_, {});
+    fd_ = std::move(old);
+    throw;
+  }
+  copy_range(old.get(), 0, end, 0, stop);
+  extent_ = end;
+  replaced_.reset();
+  drop_temporary();
 }
 
 unsigned FileSink::concurrency() const noexcept {
@@ -129,6 +177,7 @@ void FileSink::reserve(uint64_t end) {
   if (damaged_) throw_damaged(name_);
   throw_if_lost();
   if (!fd_ && !target_.empty()) open_unnamed();
+  if (!fd_ && !place_.empty()) open_in_place();
   if (end <= extent_ || (named_ && end - extent_ < kReserveNbytes)) return;
   // One thread would make the pages of a new file before anything is fetched or hashed; who writes
   // them does that as well.
@@ -149,7 +198,7 @@ void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
     const auto count = static_cast<int>(left.places(vectors, left.room()));
     const ssize_t wrote = options_.calls->write(fd_.get(), vectors.data(), count, offset);
     if (wrote < 0 && errno == EINTR) continue;
-    if (wrote <= 0) throw_errno("cannot write", name_, wrote < 0 ? errno : EIO);
+    if (wrote <= 0) throw_write_failed(fd_.get(), offset, name_, wrote < 0 ? errno : EIO);
     offset += static_cast<uint64_t>(wrote);
     left.skip(static_cast<uint64_t>(wrote));
   }
@@ -269,6 +318,7 @@ void FileSink::publish(uint64_t end, const std::stop_token& stop) {
   throw_if_stopped(stop);
   if (target_.empty()) {
     extent_ = std::max(extent_, end);
+    published_ = true;
     return;
   }
   if (extent_ > end && options_.calls->truncate(fd_.get(), end) != 0)
@@ -283,18 +333,28 @@ void FileSink::publish(uint64_t end, const std::stop_token& stop) {
     lost_ = static_cast<bool>(replaced_);  // the first file of all is made anew by the next call
     throw_errno("cannot sync", name_, problem);
   }
-  take_name();
+  take_name(end, stop);
+  published_ = true;
 }
 
-void FileSink::take_name() {
+void FileSink::take_name(uint64_t end, const std::stop_token& stop) {
   FileCalls& calls = *options_.calls;
+  const char* failed = nullptr;
   if (temporary_.empty()) {
     std::string temporary = temporary_name(target_);
-    if (calls.link(fd_.get(), temporary) != 0) throw_errno("cannot name", target_, errno);
-    temporary_ = std::move(temporary);
-    owner_ = getpid();
+    if (calls.link(fd_.get(), temporary) == 0) {
+      temporary_ = std::move(temporary);
+      owner_ = getpid();
+    } else {
+      failed = "cannot name";
+    }
   }
-  if (calls.rename(temporary_, target_) != 0) throw_errno("cannot rename to", target_, errno);
+  if (failed == nullptr && calls.rename(temporary_, target_) != 0) failed = "cannot rename to";
+  if (failed != nullptr) {
+    const int problem = errno;
+    if (!gives_no_names(problem)) throw_errno(failed, target_, problem);
+    return go_on_in_place(end, stop);
+  }
   temporary_.clear();
   named_ = true;
   unsynced_ = false;
@@ -319,7 +379,21 @@ void FileSink::rollback(uint64_t end) noexcept {
   unsynced_ = true;
 }
 
+// Descriptors of callers are theirs to sync and to close.
+void FileSink::finish_in_place() {
+  if (!published_ || !fd_) return close_all();
+  const bool failed = options_.fsync && options_.calls->sync(fd_.get()) != 0 && errno != EINVAL &&
+                      errno != ENOSYS && errno != EOPNOTSUPP;
+  const int problem = errno;
+  const bool closed = options_.calls->close(fd_.release()) == 0 || errno == EINTR;
+  const int later_problem = errno;
+  close_all();
+  if (failed) throw_errno("cannot sync", name_, problem);
+  if (!closed) throw_errno("cannot close", name_, later_problem);
+}
+
 void FileSink::finish(const std::stop_token& /*stop*/) {
+  if (!place_.empty()) return finish_in_place();
   const bool sync = is_synced() && named_ && unsynced_ && !lost_;
   const bool failed = sync && options_.calls->sync_data(fd_.get()) != 0;
   const int problem = errno;
@@ -330,6 +404,8 @@ void FileSink::finish(const std::stop_token& /*stop*/) {
 
 void FileSink::close_all() noexcept {
   fd_.reset();
+  if (is_made_ && !published_ && owner_ == getpid()) options_.calls->unlink(place_);
+  is_made_ = false;
   replaced_.reset();
   drop_temporary();
 }

@@ -29,8 +29,9 @@ struct FileAccess {
   uint32_t group = -1U;
 };
 
-// Owner and group as far as the system permits: only root gives files away. Throws Error(io).
-void set_access(int fd, const FileAccess& access, const std::string& name);
+// Owner, group and mode as far as the system permits: only root gives files away, and not every
+// mount has modes. False: the mode is that of the new file. Throws Error(io).
+bool set_access(int fd, const FileAccess& access, const std::string& name);
 
 class FileSink final : public RangeSink {
  public:
@@ -42,11 +43,16 @@ class FileSink final : public RangeSink {
     uint64_t wait_nbytes = uint64_t{64} << 20;
     std::chrono::milliseconds wait{1000};
     FileCalls* calls = &FileCalls::system();  // outlives the sink
+    bool in_order = false;                    // see RangeSink
   };
 
   // A new file that takes the name `target` at the first publish(); `target` has its symbolic links
   // resolved and its folder exists. Throws Error(io) where the folder cannot be written.
   static std::shared_ptr<FileSink> replace(const std::string& target, const PathOptions& options);
+
+  // The file at `target`, which the first reserve() cuts to nothing, or a new one that goes away
+  // where nothing is published: for names that no other file can take.
+  static std::shared_ptr<FileSink> in_place(const std::string& target, const PathOptions& options);
 
   // Writes into an open file, in place. Takes the descriptor (a duplicate of the caller's).
   static std::shared_ptr<FileSink> overwrite(UniqueFd fd, const std::string& name);
@@ -56,6 +62,9 @@ class FileSink final : public RangeSink {
   const std::string& name() const noexcept override { return name_; }
   unsigned concurrency() const noexcept override;
   bool any_order() const noexcept override { return true; }
+  bool in_order() const noexcept override { return options_.in_order; }
+  // Whether the new file has the mode that was asked for.
+  bool has_mode() const noexcept { return has_mode_; }
   void reserve(uint64_t end) override;
   using RangeSink::write_at;
   void write_at(uint64_t offset, std::span<const ConstSlice> slices,
@@ -79,7 +88,10 @@ class FileSink final : public RangeSink {
   void throw_if_lost() const;
   void open_unnamed();
   void drop_temporary() noexcept;
-  void take_name();
+  void take_name(uint64_t end, const std::stop_token& stop);
+  void open_in_place();
+  void go_on_in_place(uint64_t end, const std::stop_token& stop);
+  void finish_in_place();
   void begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept;
   void relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
   void copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
@@ -92,6 +104,10 @@ class FileSink final : public RangeSink {
   std::string temporary_;  // name of the file while it has one; empty for an unnamed file
   pid_t owner_ = 0;        // the process that made that name
   PathOptions options_;
+  std::string place_;     // the path of a file that is written in place
+  bool is_made_ = false;  // it was not there before
+  bool has_mode_ = true;
+  bool published_ = false;
   UniqueFd fd_;
   bool named_ = false;     // published under target_
   uint64_t extent_ = 0;    // bytes reserved or written

@@ -1,12 +1,115 @@
 #include "io/local/file_system.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/vfs.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
+#include <cstdio>
+#include <random>
+#include <set>
 #include <string>
+#include <string_view>
+
+#include "core/sync.h"
 
 namespace tensorizer::io {
+namespace {
+
+// Devices on which everything is possible, so that each is tried once.
+class KnownDevices {
+ public:
+  static KnownDevices& instance() {
+    static auto* const known = new KnownDevices;
+    return *known;
+  }
+  bool has(dev_t device) {
+    MutexLock lock(mutex_);
+    return devices_.contains(device);
+  }
+  void add(dev_t device) {
+    MutexLock lock(mutex_);
+    devices_.insert(device);
+  }
+
+ private:
+  Mutex mutex_;
+  std::set<dev_t> devices_ GUARDED_BY(mutex_);
+};
+
+// A write behind a hole; whoever takes bytes from front to back refuses it.
+bool takes_any_order(int fd) noexcept {
+  constexpr off_t kBehindAHole = 4096;
+  if (pwrite(fd, "", 1, kBehindAHole) == 1) return true;
+  return errno != EINVAL && errno != ESPIPE && errno != EOPNOTSUPP && errno != ENOSYS &&
+         errno != EPERM;
+}
+
+std::string probe_name(const std::string& folder) {
+  std::random_device device;
+  char name[48];
+  std::snprintf(name, sizeof name, "/.tensorizer.%08x%08x.tmp", device(), device());
+  return folder + name;
+}
+
+// By a file that is made and removed. The write comes first: where it is refused, mounts of object
+// stores store nothing of the file.
+FolderTraits try_folder(const std::string& folder) {
+  FolderTraits traits;
+  std::string name = probe_name(folder);
+  UniqueFd fd(::open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  if (!fd) return traits;
+  traits.any_order = takes_any_order(fd.get());
+  const std::string other = probe_name(folder);
+  // Where bytes come from front to back the file appears whole when it is closed, and a name is
+  // given by a copy, if at all.
+  if (!traits.any_order) {
+    traits.renames = false;
+  } else if (::rename(name.c_str(), other.c_str()) == 0) {
+    name = other;
+  } else {
+    traits.renames = !gives_no_names(errno);
+  }
+  fd.reset();
+  ::unlink(name.c_str());
+  return traits;
+}
+
+}  // namespace
+
+bool is_mount_point(const std::string& path) noexcept {
+  constexpr uint64_t kMountRoot = 0x2000;  // STATX_ATTR_MOUNT_ROOT, since Linux 5.8
+  struct statx found{};
+  return statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, STATX_TYPE, &found) ==
+             0 &&
+         (found.stx_attributes_mask & kMountRoot) != 0 && (found.stx_attributes & kMountRoot) != 0;
+}
+
+bool gives_no_names(int err) noexcept {
+  return err == EBUSY || err == ENOSYS || err == EOPNOTSUPP || err == EPERM || err == EACCES ||
+         err == EINVAL || err == EXDEV || err == EMLINK;
+}
+
+FolderTraits folder_traits(const std::string& folder) {
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat info{};
+  if (!fd || fstat(fd.get(), &info) != 0) return {};
+  if (KnownDevices::instance().has(info.st_dev)) return {};
+  const char* const kind = network_file_system(fd.get());
+  FolderTraits traits;
+  if (kind == nullptr || std::string_view(kind) == "FUSE" || std::string_view(kind) == "unknown") {
+    if (const UniqueFd unnamed(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+        unnamed) {
+      traits.any_order = takes_any_order(unnamed.get());
+    } else {
+      traits = try_folder(folder);
+    }
+  }
+  if (traits.renames && traits.any_order) KnownDevices::instance().add(info.st_dev);
+  return traits;
+}
 
 // Values of statfs.f_type, from the kernel's linux/magic.h and the file systems' own headers.
 const char* network_file_system(int fd) noexcept {
