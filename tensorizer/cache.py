@@ -38,7 +38,7 @@ class Entry:
     size: int
     """Bytes of the object."""
     cached: int
-    """Bytes of the object that are in the cache."""
+    """Bytes of the object that are in the cache: all, or 0 if its files are damaged."""
     disk: int
     """Bytes that the entry takes on the disk."""
     last_used: float
@@ -55,10 +55,10 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """``"in use"``, ``"old"``, ``"complete"`` or ``"partial"``."""
+        """``"in use"``, ``"old"``, ``"complete"`` or ``"damaged"``."""
         if self.in_use:
             return "in use"
-        return "old" if not self.newest else "complete" if self.complete else "partial"
+        return "old" if not self.newest else "complete" if self.complete else "damaged"
 
     @property
     def _key(self) -> tuple[str, str]:
@@ -163,7 +163,7 @@ def prune(
 
 
 def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Verified]:
-    """Reads the cache and compares every tensor that is complete in it with its digests.
+    """Reads the cache and compares every tensor in it with its digests.
 
     Of encrypted files it reads only the index. Of ``.safetensors`` files, which hold no digests, it checks the
     structure. Other objects count as right. A damaged entry is removed.
@@ -191,7 +191,7 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
 
 
 def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, Any]] = None) -> list[Entry]:
-    """Downloads what the cache lacks of whole objects. Returns when they would survive a power cut.
+    """Downloads whole objects that the cache lacks. Returns when they would survive a power cut.
 
     Args:
         uris: URIs of objects. For a folder of shards, pass the URIs of its files.
@@ -252,7 +252,7 @@ def _entries(folder: Optional[_C.CacheFolder]) -> list[Entry]:
                 location=about.get("location", "?"),
                 version=about.get("version", "?"),
                 size=one.nbytes,
-                cached=folder.present_nbytes(one.location, one.version, one.nbytes),
+                cached=one.nbytes if about and folder.has_copy(one.location, one.version, about["size"]) else 0,
                 disk=one.disk_nbytes,
                 last_used=one.used / 1e9,
                 in_use=folder.is_used(one),
@@ -276,26 +276,18 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     except OSError as error:
         return str(error), 0
     try:
-        head_nbytes = min(entry.size, HEAD_NBYTES)
-        if not source.is_present(0, head_nbytes) or not begins_as_tensors(source.read(0, head_nbytes)):
+        if not begins_as_tensors(source.read(0, min(entry.size, HEAD_NBYTES))):
             return None, 0
         with open_whole(CachedFile(source), Access()) as file:
             if file.index.encrypted:
                 return None, 0
-            index = file.index
-            present = {
-                file.names[i]
-                for i in file.stored
-                if source.is_present(index.offset(i), index.data_offset(i) - index.offset(i) + index.data_nbytes(i))
-            }
-        report = verify_file(CachedFile(source), filter_func=present.__contains__)
+            checked = len(file.stored)
+        report = verify_file(CachedFile(source))
         wrong = "; ".join(mismatch.reason for mismatch in report.mismatched[:3])
         if report.index_matches is False:
             wrong = "the index does not match its digest"
-        return wrong or None, len(present)
-    except FormatError as error:
+        return wrong or None, checked
+    except (FormatError, StreamError) as error:
         return str(error), 0
-    except StreamError as error:  # the index is not wholly here
-        return (None if not entry.complete else str(error)), 0
     finally:
         source.rest()

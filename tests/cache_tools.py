@@ -21,8 +21,6 @@ from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer._io.cache import finish
 
 MIB = 1 << 20
-BLOCK = 256 << 10
-WHOLE_HEAD = 1 << 20
 
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 
@@ -82,8 +80,9 @@ def files_below(folder):
 
 
 def entries(folder):
+    """The folders of entries that have a copy."""
     # Unlike that of pathlib, this passes over folders that somebody renames or removes meanwhile.
-    return sorted(Path(found).parent for found in glob.glob(f"{glob.escape(str(folder))}/tensorizer-1/*/*/*/map"))
+    return sorted(Path(found).parent for found in glob.glob(f"{glob.escape(str(folder))}/tensorizer-1/*/*/*/data"))
 
 
 class Site:

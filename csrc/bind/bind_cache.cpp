@@ -54,11 +54,8 @@ void register_cache(py::module_& m) {
       .def("disk_nbytes", &CacheFolder::disk_nbytes)
       .def("versions", &versions, py::arg("location"))
       .def("scan", &CacheFolder::scan, unlocked)
-      .def(
-          "present_nbytes",
-          [](const CacheFolder& folder, const std::string& location, const std::string& version,
-             uint64_t nbytes) { return folder.present_nbytes({location, version, nbytes}); },
-          py::arg("location"), py::arg("version"), py::arg("nbytes"))
+      .def("has_copy", &CacheFolder::has_copy, py::arg("location"), py::arg("version"),
+           py::arg("nbytes"))
       .def("remove", &CacheFolder::remove, py::arg("location"), py::arg("version"), py::kw_only(),
            py::arg("force") = false, unlocked)
       .def("is_used", &CacheFolder::is_used, py::arg("entry"))
@@ -73,19 +70,17 @@ void register_cache(py::module_& m) {
       .def_static("open", &open_source, py::arg("folder"), py::arg("network"), py::kw_only(),
                   py::arg("location"), py::arg("version"), py::arg("nbytes"), py::arg("about"),
                   py::arg("max_nbytes"), py::arg("min_free_nbytes"), py::arg("name"))
+      .def_static("check_descriptors", &CacheSource::check_descriptors)
       .def("fill", interruptible(&CacheSource::fill))
       .def("rest", &CacheSource::rest, unlocked)
       .def("write_about", &CacheSource::write_about, py::arg("about"))
-      .def("is_present", &CacheSource::is_present, py::arg("offset"), py::arg("nbytes"))
       .def_property_readonly("key",
                              [](const CacheSource& source) {
                                return std::pair(source.key().location, source.key().version);
                              })
       .def_property_readonly("was_complete", &CacheSource::was_complete)
-      .def_property_readonly("present_nbytes", &CacheSource::present_nbytes)
       .def_property_readonly("cached_bytes_read", &CacheSource::cached_nbytes_read)
       .def_property_readonly("stored_nbytes", &CacheSource::stored_nbytes)
-      .def_property_readonly("left_out_nbytes", &CacheSource::left_out_nbytes)
       .def_property_readonly("trouble",
                              [](const CacheSource& source) { return shown(source.trouble()); });
   m.def(

@@ -28,6 +28,14 @@ class ByteRanges {
     return begin < end ? begin : end;
   }
 
+  // First position in [begin, end) that is in the set; `end` where there is none.
+  uint64_t first_present(uint64_t begin, uint64_t end) const {
+    auto next = ranges_.upper_bound(begin);
+    if (next != ranges_.begin() && std::prev(next)->second > begin)
+      return begin < end ? begin : end;
+    return next != ranges_.end() && next->first < end ? next->first : end;
+  }
+
   bool contains(uint64_t begin, uint64_t end) const { return first_missing(begin, end) == end; }
 
   // Moves everything from `at` on by `nbytes`; the positions [at, at + nbytes) are not in the set

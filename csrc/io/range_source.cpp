@@ -27,6 +27,7 @@ uint64_t RangeSource::read_up_to(uint64_t offset, Slice into, const std::stop_to
 }
 
 void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::stop_token& stop) {
+  source.begin_load(into.size(), stop);
   const SourceTraits traits = source.traits();
   const uint64_t unit = std::max<uint64_t>(1, traits.unit_nbytes);
   const uint64_t units = ceil_div(into.size(), unit);

@@ -92,6 +92,10 @@ class RangeSource {
   // for each of them what makes it fast.
   virtual std::shared_ptr<void> open_streams() { return nullptr; }
 
+  // Called before a load that will read `nbytes` of the source in all, for sources that keep what
+  // is read. Throws Error(cancelled).
+  virtual void begin_load(uint64_t /*nbytes*/, const std::stop_token& /*stop*/) {}
+
   // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
   // read is checked by itself.
   virtual std::optional<SourceChange> change() const { return std::nullopt; }

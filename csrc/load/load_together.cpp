@@ -123,6 +123,15 @@ class Together {
     pool.order = order_units(loads);
   }
 
+  void begin_loads() const {
+    std::map<io::RangeSource*, uint64_t> nbytes;
+    for (const auto& pool : pools_)
+      for (const LoadSession* session : pool->sessions)
+        for (const Unit& unit : session->job_.plan.units)
+          nbytes[&session->job_.source] += unit.nbytes;
+    for (const auto& [source, of_units] : nbytes) source->begin_load(of_units, stop_);
+  }
+
   // Parts of the source that are read at the same pace.
   static void order_streams(Pool& pool) {
     const LoadPlan& plan = pool.sessions.front()->job_.plan;
@@ -152,6 +161,7 @@ class Together {
   }
 
   void run_plans() {
+    begin_loads();
     const std::vector<Allocation> allocations = order_allocations();
     const auto run_pool = [&](size_t i, const std::stop_token& token) {
       Pool& pool = *pools_[i];

@@ -43,6 +43,7 @@ uint64_t read_all(io::RangeSource& source, unsigned workers, const std::stop_tok
                   const UseBytes& use) {
   if (source.size() && !source.traits().sequential) {
     const uint64_t total = *source.size();
+    source.begin_load(total, stop);
     const uint64_t units = ceil_div(total, kUnitNbytes);
     workers = static_cast<unsigned>(std::clamp<uint64_t>(units, 1, workers));
     std::atomic<size_t> next{0};

@@ -113,7 +113,6 @@ class Known(NamedTuple):
     version: str
     nbytes: int
     confirmed: float
-    has_ranges: bool
 
 
 class Cache:
@@ -232,7 +231,7 @@ class CachedObject:
                 continue
             self._abouts[version] = about
             confirmed = min(about["confirmed"], now)
-            found.append(Known(about["version"], about["size"], confirmed, about.get("ranges") is not False))
+            found.append(Known(about["version"], about["size"], confirmed))
         return max(found, key=lambda known: known.confirmed, default=None)
 
     def condition(self) -> dict[str, Any]:
@@ -240,20 +239,18 @@ class CachedObject:
         known = self.known
         if known is None or not _STRONG_ETAG.fullmatch(known.version) or self._folder is None:
             return {}
-        if not known.has_ranges:  # what is missing would come only with all the rest
+        with contextlib.suppress(OSError):
+            _C.CacheSource.check_descriptors()
+            # Open until the answer is here, so that nobody removes it meanwhile.
             directory = _name_of(known.version, known.nbytes)
-            with contextlib.suppress(OSError):
-                # Open until the answer is here, so that nobody removes it meanwhile.
-                self._held = open_to_look(self._folder, (self._name, directory), known.nbytes, self._shown)
-            if self._held is None or not self._held.was_complete:
-                return {}
-        return {"known_etag": known.version, "known_nbytes": known.nbytes}
+            self._held = open_to_look(self._folder, (self._name, directory), known.nbytes, self._shown)
+        return {} if self._held is None else {"known_etag": known.version, "known_nbytes": known.nbytes}
 
     def over_http(self, http: _C.HttpSource) -> Optional[_C.CacheSource]:
         """The cache before an open object of a server; ``None`` where it is not to be cached."""
         known = self.known
         if http.is_known and known is not None:
-            over = self._over(http, known.version, known.nbytes, http.name, known.has_ranges) or self._held
+            over = self._over(http, known.version, known.nbytes, http.name) or self._held
             self._held = None
             return over
         headers = {name.lower(): value for name, value in http.response_headers}
@@ -261,15 +258,10 @@ class CachedObject:
             self.leave("the server forbids it (Cache-Control: no-store)")
             return None
         version = _version_of_headers(headers, self._version)
-        return self.over(http, version, http.size(), http.name, not http.sequential)
+        return self.over(http, version, http.size(), http.name)
 
     def over(
-        self,
-        network: _C.RangeSource,
-        version: Optional[str],
-        nbytes: Optional[int],
-        name: str,
-        has_ranges: bool = True,
+        self, network: _C.RangeSource, version: Optional[str], nbytes: Optional[int], name: str
     ) -> Optional[_C.CacheSource]:
         """The cache before any source, of which the version is known or not."""
         if version is None:
@@ -278,13 +270,13 @@ class CachedObject:
         if not nbytes:
             self.leave("its size is unknown, or 0")
             return None
-        return self._over(network, version, nbytes, name, has_ranges)
+        return self._over(network, version, nbytes, name)
 
     def leave(self, reason: str) -> None:
         self.cache.leave(self._shown, reason)
 
     def _over(
-        self, network: Optional[_C.RangeSource], version: str, nbytes: int, name: str, has_ranges: bool
+        self, network: Optional[_C.RangeSource], version: str, nbytes: int, name: str
     ) -> Optional[_C.CacheSource]:
         if self._folder is None:
             return None
@@ -299,7 +291,6 @@ class CachedObject:
             "size": nbytes,
             "created": now if before is None else before["created"],
             "confirmed": now,
-            **({} if has_ranges else {"ranges": False}),
         }
         try:
             source = _C.CacheSource.open(
@@ -319,8 +310,6 @@ class CachedObject:
             _warn(self.cache.path, str(error))
             return None
         if source is None:
-            if network is not None:
-                self.leave("the cache has no room within its limits")
             return None
         is_newest = self.known is not None and self.known.version == version
         is_fresh = before is None or (is_newest and now - min(before["confirmed"], now) < _CONFIRMED_AGAIN_SECONDS)
@@ -336,7 +325,7 @@ class CachedObject:
         """
         source = None
         if self.known is not None:
-            source = self._over(None, self.known.version, self.known.nbytes, self._shown, self.known.has_ranges)
+            source = self._over(None, self.known.version, self.known.nbytes, self._shown)
         if source is None:
             raise StreamNotFoundError(f"{self._shown} is not in the cache {self.cache.path}, and offline is set")
         return CachedFile(source, self)
@@ -346,12 +335,11 @@ class CachedObject:
         source.rest()
         cached = source.cached_bytes_read
         logger.debug(
-            "%s: %d bytes from the cache, %d from the network, %d stored, %d left out%s",
+            "%s: %d bytes from the cache, %d from the network, %d stored%s",
             self._shown,
             cached,
             source.bytes_read - cached,
             source.stored_nbytes,
-            source.left_out_nbytes,
             f" ({source.trouble})" if source.trouble else "",
         )
         _warn_of_troubles()

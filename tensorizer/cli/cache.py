@@ -68,15 +68,13 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
             escaped(entry.location),
             escaped(entry.version)[:24],
             convert_bytes(entry.size),
-            convert_bytes(entry.cached),
-            f"{100 * entry.cached // max(entry.size, 1)}%",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)),
             entry.state,
         )
         for entry in found
     ]
-    header = ("LOCATION", "VERSION", "SIZE", "CACHED", "", "LAST USED", "STATE")
-    for line in table(header, rows, frozenset({2, 3, 4}), output.width()):
+    header = ("LOCATION", "VERSION", "SIZE", "LAST USED", "STATE")
+    for line in table(header, rows, frozenset({2}), output.width()):
         output.line(line)
     cached, disk = convert_bytes(totals["cached"]), convert_bytes(totals["disk"])
     output.line(f"{totals['count']:,} entries, {cached} cached, {disk} on the disk")

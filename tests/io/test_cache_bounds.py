@@ -229,8 +229,8 @@ def test_one_line_of_a_log_says_what_came_from_where(site, folder, caplog):
         load(f"{site.url}/m.tensors", folder)
     lines = [record.message for record in caplog.records if record.name == "tensorizer.cache"]
     assert len(lines) == 2
-    assert re.search(r": 0 bytes from the cache, \d{8} from the network, \d{8} stored, 0 left out", lines[0])
-    assert re.search(r": \d{8} bytes from the cache, 0 from the network, 0 stored, 0 left out", lines[1])
+    assert re.search(r": 0 bytes from the cache, \d{8} from the network, \d{8} stored$", lines[0])
+    assert re.search(r": \d{8} bytes from the cache, 0 from the network, 0 stored$", lines[1])
 
 
 def test_the_random_bytes_of_an_object_come_back_by_any_reads(site, folder):

@@ -11,7 +11,7 @@ import resource
 import cache_tools
 import pytest
 import safetensors.torch as st
-from cache_tools import MIB, entries, load, result, same, start, tensors, write
+from cache_tools import MIB, entries, load, same, tensors, write
 from servers.http_faults import FaultyServer
 
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer, sign
@@ -154,14 +154,14 @@ def test_damaged_files_beside_the_tensors_are_an_error_once(site, folder):
         assert same(load(f"{site.url}/{name}", folder, **options)[0], wanted)
 
 
-@pytest.mark.parametrize("name", ["map", "data", "about.json"])
+@pytest.mark.parametrize("name", ["lock", "data", "about.json"])
 @pytest.mark.parametrize("how", ["cut", "gone", "zeros"])
 def test_damaged_files_of_the_cache_are_a_miss(name, how, site, folder):
     wanted = write(site.root / "m.tensors", tensors())
     load(f"{site.url}/m.tensors", folder)
     path = entries(folder)[0] / name
     if how == "cut":
-        os.truncate(path, 30)
+        os.truncate(path, path.stat().st_size // 2 + 30)
     elif how == "gone":
         path.unlink()
     elif name != "data":
@@ -169,8 +169,8 @@ def test_damaged_files_of_the_cache_are_a_miss(name, how, site, folder):
     site.requests()
     found, file = load(f"{site.url}/m.tensors", folder)
     assert same(found, wanted)
-    if (name, how) != ("data", "zeros"):
-        assert file.cached_bytes_read == 0
+    is_hit = (name, how) in {("data", "zeros"), ("lock", "zeros"), ("lock", "cut")}
+    assert (file.cached_bytes_read > 0) is is_hit
     assert same(load(f"{site.url}/m.tensors", folder)[0], wanted)
 
 
@@ -204,6 +204,7 @@ def test_an_entry_stays_where_only_the_process_has_no_descriptors_left(site, fol
 def test_connections_keep_half_of_the_descriptors(tmp_path, site, folder, caplog):
     for i in range(40):
         write(site.root / f"{i}.tensors", tensors(MIB))
+        load(f"{site.url}/{i}.tensors", folder)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     first = os.dup(0)
     os.close(first)
@@ -224,23 +225,4 @@ def test_connections_keep_half_of_the_descriptors(tmp_path, site, folder, caplog
     warnings = [record.message for record in caplog.records if record.name == "tensorizer.cache"]
     assert len(warnings) == 1
     assert "more than half of the" in warnings[0]
-    assert 10 <= len(entries(folder)) < 40
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_after_a_crash_of_the_machine_only_durable_blocks_count(durable, site, folder):
-    wanted = write(site.root / "m.tensors", tensors())
-    result(start(f"{site.url}/m.tensors", folder))  # a process that has ended notes nothing any more
-    entry = entries(folder)[0]
-    with (entry / "map").open("r+b") as file:
-        half = ((entry / "map").stat().st_size - 64) // 2
-        file.seek(24)
-        file.write(b"another boot")
-        file.seek(64)
-        present = file.read(half)
-        file.write(present if durable else b"\0" * half)
-    found, file = load(f"{site.url}/m.tensors", folder)
-    assert same(found, wanted)
-    assert (file.cached_bytes_read >= 12 * MIB) is durable
-    assert durable or file.cached_bytes_read == 0
-    assert load(f"{site.url}/m.tensors", folder)[1].cached_bytes_read >= 12 * MIB
+    assert 10 <= sum(file.cached_bytes_read > 0 for file in files) < 40

@@ -99,28 +99,19 @@ void CacheDisk::work(Queue CacheDisk::* which) noexcept {
 
 bool CacheDisk::finish(std::chrono::milliseconds patience, const std::stop_token& stop) {
   MutexLock lock(mutex_);
-  for (;;) {
-    const uint64_t before = writing_.done;
+  // What was written is handed over to be synced before it counts as done.
+  const auto is_idle = [&]() REQUIRES_LOCK(mutex_) {
+    return writing_.jobs.empty() && syncing_.jobs.empty();
+  };
+  const auto done = [&]() REQUIRES_LOCK(mutex_) { return writing_.done + syncing_.done; };
+  while (!is_idle()) {
+    const uint64_t before = done();
     const auto until = std::chrono::steady_clock::now() + patience;
-    const bool in_time = changed_.wait_until(mutex_, stop, until, [&]() REQUIRES_LOCK(mutex_) {
-      return writing_.jobs.empty() || writing_.done != before;
-    });
-    if (writing_.jobs.empty()) return true;
-    if (!in_time) return false;
+    if (!changed_.wait_until(mutex_, stop, until,
+                             [&]() REQUIRES_LOCK(mutex_) { return is_idle() || done() != before; }))
+      return is_idle();
   }
-}
-
-bool CacheDisk::take_room(const std::string& folder, uint64_t nbytes) {
-  MutexLock lock(mutex_);
-  uint64_t& left = room_[folder];
-  if (left < nbytes) return false;
-  left -= nbytes;
   return true;
-}
-
-void CacheDisk::set_room(const std::string& folder, uint64_t nbytes) {
-  MutexLock lock(mutex_);
-  room_[folder] = nbytes;
 }
 
 void CacheDisk::note(Trouble trouble) {

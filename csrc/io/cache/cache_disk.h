@@ -1,5 +1,5 @@
 // What one process does for its caches beside the loads: a thread writes what they have handed
-// over, in that order, and another one syncs entries that are not in use any more. Both run while
+// over, in that order, and another one syncs copies that are written. Both run while
 // there is something to do, and a moment longer. What waits to be written is bounded, and its
 // memory is used again, since new pages cost more than the copies into them. Internally locked; one
 // for the process, never destroyed. A forked child starts with nothing.
@@ -8,7 +8,6 @@
 #include <chrono>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <stop_token>
 #include <string>
@@ -38,13 +37,8 @@ class CacheDisk {
   // Throws std::system_error where the system has no thread to give.
   void write(Job job) { add(&CacheDisk::writing_, std::move(job)); }
   void sync(Job job) { add(&CacheDisk::syncing_, std::move(job)); }
-  // Until nothing waits to be written. False: a stop, or nothing was written for so long.
+  // Until nothing waits to be written or synced. False: a stop, or nothing was done for so long.
   bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
-
-  // Takes `nbytes` of what may be stored in a folder before the next look at its limits, whichever
-  // of its entries they are for; false: too little is left.
-  bool take_room(const std::string& folder, uint64_t nbytes);
-  void set_room(const std::string& folder, uint64_t nbytes);
 
   // Why a folder keeps nothing more, for whoever can say so: its path, and the reason.
   using Trouble = std::pair<std::string, std::string>;
@@ -67,7 +61,6 @@ class CacheDisk {
   Queue syncing_ GUARDED_BY(mutex_);
   uint64_t lent_nbytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Pages> spare_ GUARDED_BY(mutex_);  // together with those lent at most the limit
-  std::map<std::string, uint64_t> room_ GUARDED_BY(mutex_);
   std::vector<Trouble> troubles_ GUARDED_BY(mutex_);
 };
 

@@ -18,9 +18,7 @@
 #include <map>
 #include <thread>
 
-#include "core/checked_math.h"
 #include "core/error.h"
-#include "core/pages.h"
 #include "io/local/file_system.h"
 
 namespace tensorizer::io {
@@ -189,7 +187,8 @@ std::vector<std::pair<std::string, std::string>> CacheFolder::versions(
   if (!parent) return found;
   for (const std::string& name : read_names(parent.get())) {
     if (!is_entry_name(name)) continue;
-    if (const UniqueFd fd = open_folder(parent.get(), name))
+    const UniqueFd fd = open_folder(parent.get(), name);
+    if (fd && faccessat(fd.get(), "data", F_OK, AT_SYMLINK_NOFOLLOW) == 0)
       found.emplace_back(name, read_small(fd.get(), "about.json"));
   }
   return found;
@@ -223,7 +222,7 @@ std::shared_ptr<CacheEntry> CacheFolder::make_entry(const std::string& location,
     const std::string fresh = temporary_name(".new-");
     try {
       const UniqueFd fd = enter(user_.get(), fresh, path_ + "/" + fresh, true, 0700);
-      CacheEntry::create_files(fd.get(), nbytes, about);
+      CacheEntry::create_files(fd.get(), about);
       const std::string name = location + "/" + version;
       // Whoever removes the last version removes the folder of the location, too.
       for (int again = 0; again < 4; ++again) {
@@ -246,8 +245,8 @@ bool CacheFolder::remove(const std::string& location, const std::string& version
   const UniqueFd parent = open_folder(user_.get(), location);
   const UniqueFd fd = parent ? open_folder(parent.get(), version) : UniqueFd();
   if (!fd) return true;
-  const UniqueFd map(openat(fd.get(), "map", O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-  if (!force && map && !CacheEntry::take_for_removal(map.get())) return false;
+  const UniqueFd lock(openat(fd.get(), "lock", O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  if (!force && lock && !CacheEntry::take_for_removal(lock.get())) return false;
   const std::string gone = temporary_name(".del-");
   if (renameat(parent.get(), version.c_str(), user_.get(), gone.c_str()) == 0)
     delete_folder(user_.get(), gone);
@@ -272,12 +271,10 @@ std::vector<CachedVersion> CacheFolder::scan() const {
         return is_there ? file : decltype(file){};
       };
       const auto data = look("/data"), about = look("/about.json");
+      if (data.st_nlink == 0) continue;  // it is being made
       const auto nbytes = static_cast<uint64_t>(data.st_size);
       const auto used = int64_t{about.st_mtim.tv_sec} * 1'000'000'000 + about.st_mtim.tv_nsec;
-      // `map` was written whole; a look at it would cost as much as one at `data`.
-      found.push_back({location, version, nbytes,
-                       static_cast<uint64_t>(data.st_blocks) * 512 +
-                           align_up(CacheEntry::map_nbytes_of(nbytes), kPageNbytes),
+      found.push_back({location, version, nbytes, static_cast<uint64_t>(data.st_blocks) * 512,
                        std::min(used, now + 1'000'000'000), false});
       if (!newest || found[*newest].used <= found.back().used) newest = found.size() - 1;
     }
@@ -294,9 +291,10 @@ bool CacheFolder::is_used(const CachedVersion& version) const {
   return fd && CacheEntry::is_used(fd.get());
 }
 
-uint64_t CacheFolder::present_nbytes(const CachedVersion& version) const {
-  const UniqueFd fd = open_folder(user_.get(), version.location + "/" + version.version);
-  return fd ? CacheEntry::present_nbytes_of(fd.get(), version.nbytes) : 0;
+bool CacheFolder::has_copy(const std::string& location, const std::string& version,
+                           uint64_t nbytes) const {
+  const UniqueFd fd = open_folder(user_.get(), location + "/" + version);
+  return fd && CacheEntry::has_copy(fd.get(), nbytes);
 }
 
 bool CacheFolder::make_room(uint64_t nbytes, const CacheLimits& limits) {
@@ -324,13 +322,29 @@ bool CacheFolder::make_room(uint64_t nbytes, const CacheLimits& limits) {
   return false;
 }
 
-void CacheFolder::sweep() const {
+void CacheFolder::sweep() {
   for (const std::string& name : names_in(user_.get())) {
+    if (is_entry_name(name)) sweep_location(name);
     const bool left = name.size() == 21 && (name.starts_with(".new-") || name.starts_with(".del-"));
     struct stat found{};
     if (!left || fstatat(user_.get(), name.c_str(), &found, AT_SYMLINK_NOFOLLOW) != 0) continue;
     if (std::time(nullptr) - found.st_mtim.tv_sec > kLeftOverSeconds)
       delete_folder(user_.get(), name);
+  }
+}
+
+// What a process was making when it was killed.
+void CacheFolder::sweep_location(const std::string& location) {
+  const UniqueFd parent = open_folder(user_.get(), location);
+  if (!parent) return;
+  for (const std::string& version : read_names(parent.get())) {
+    struct stat found{};
+    if (!is_entry_name(version) ||
+        fstatat(parent.get(), (version + "/data").c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0 ||
+        fstatat(parent.get(), (version + "/lock").c_str(), &found, AT_SYMLINK_NOFOLLOW) != 0)
+      continue;
+    if (std::time(nullptr) - found.st_mtim.tv_sec > kLeftOverSeconds)
+      remove(location, version, /*force=*/false);
   }
 }
 

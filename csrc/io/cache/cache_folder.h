@@ -40,7 +40,7 @@ class CacheFolder {
   // Of the file system: all of it, and what is free. Throws Error(io).
   std::pair<uint64_t, uint64_t> disk_nbytes() const;
 
-  // The versions of a location, and what their about.json says.
+  // The versions of a location that have a copy, and what their about.json says.
   std::vector<std::pair<std::string, std::string>> versions(const std::string& location) const;
   // nullptr: there is none; one that is damaged is removed. Throws Error(io).
   std::shared_ptr<CacheEntry> open_entry(const std::string& location, const std::string& version,
@@ -51,21 +51,24 @@ class CacheFolder {
   // False: somebody has it open, and `force` is not set.
   bool remove(const std::string& location, const std::string& version, bool force);
 
-  // All entries, those first that are to go first: old versions, then the least recently used.
+  // All entries that have a copy, those first that are to go first: old versions, then the least
+  // recently used.
   std::vector<CachedVersion> scan() const;
   bool is_used(const CachedVersion& version) const;
-  uint64_t present_nbytes(const CachedVersion& version) const;
-  // The files `data` and `map` of an entry are in this folder.
+  // Whether all bytes of an object of this size are there.
+  bool has_copy(const std::string& location, const std::string& version, uint64_t nbytes) const;
+  // The files of an entry are in this folder.
   std::string path_of(const CachedVersion& version) const;
 
   // Removes entries that nobody has open until `nbytes` more are within the limits; false, and none
   // is removed, where that cannot be reached. One process at a time.
   bool make_room(uint64_t nbytes, const CacheLimits& limits);
   // Removes what creations and removals have left that were interrupted an hour ago.
-  void sweep() const;
+  void sweep();
 
  private:
   explicit CacheFolder(std::string path) : path_(std::move(path)) {}
+  void sweep_location(const std::string& location);
   UniqueFd open_version(const std::string& location, const std::string& version) const;
 
   const std::string path_;

@@ -1,19 +1,22 @@
-// An object of the network over a copy of it on the disk: what is there is read from there, what is
-// not comes from the network and is kept on its way.
+// An object of the network over its copy on the disk. If there is a copy, it is read, and the
+// network only where the disk fails. If there is none, bytes come from the network, and a load of
+// the whole object makes a copy of it on the way (CacheCopy). Where another source is doing that,
+// in this process or another one, a load of the whole object waits for it and reads the copy; a
+// load of parts neither waits nor makes one.
 //
-// Blocks that are missing are fetched whole, by one reader at a time: a thread, or another process,
-// that wants the same ones waits for them. Keeping never delays and never fails a load
-// (CacheFilling). What is read is never hashed here. Safe from many threads; a forked child goes on
-// with locks of its own.
+// What is read is never hashed here. Safe from many threads; a forked child reads, and makes no
+// copy.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "core/sync.h"
-#include "io/cache/cache_filling.h"
+#include "io/cache/cache_copy.h"
 #include "io/local/file_source.h"
 #include "io/range_source.h"
 
@@ -21,11 +24,12 @@ namespace tensorizer::io {
 
 class CacheSource final : public RangeSource {
  public:
-  // With `network`, an entry is made where there is none and the limits allow one; nullptr where
-  // they do not. Without it, what is there is all there is; nullptr where there is no entry. Throws
-  // Error(io) where the folder cannot be used, or takes descriptors that connections need.
+  // Without `network`, the copy is all there is; nullptr where there is none. Throws Error(io)
+  // where the folder cannot be used, and with `network` as check_descriptors().
   static std::shared_ptr<CacheSource> open(std::shared_ptr<CacheFolder> folder, CacheKey key,
                                            std::shared_ptr<RangeSource> network, std::string name);
+  // Throws Error(io) where an entry would take descriptors that connections need.
+  static void check_descriptors();
   ~CacheSource() override;
 
   const std::string& name() const noexcept override { return name_; }
@@ -34,75 +38,66 @@ class CacheSource final : public RangeSource {
   using RangeSource::read_at;
   void read_at(uint64_t offset, std::span<const Slice> slices,
                const std::stop_token& stop) override;
+  // Of streams, which read all of an object as a rule.
+  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) override;
+  void begin_load(uint64_t nbytes, const std::stop_token& stop) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   bool drop_copy() noexcept override;
   void close() noexcept override;
   uint64_t bytes_read() const noexcept override;
 
-  // Fetches all that is missing, waiting for the disk, until it would survive a power cut. Throws
+  // Makes the copy at the pace of the disk, and returns when it would survive a power cut. Throws
   // Error: io (also where the disk or the limits do not allow it), cancelled.
   void fill(const std::stop_token& stop);
-  // The entry is not in use any more, though later reads go on.
+  // No load follows, though later reads go on: the entry may be removed, and a copy that lacks
+  // little is completed.
   void rest() noexcept;
-  void write_about(const std::string& about);
+  void write_about(const std::string& about) noexcept;
 
   const CacheKey& key() const noexcept { return key_; }
-  // Whether everything was there at the opening.
+  // Whether there was a copy at the opening.
   bool was_complete() const noexcept { return was_complete_; }
-  uint64_t present_nbytes() const;
-  bool is_present(uint64_t offset, uint64_t nbytes) const;
   uint64_t cached_nbytes_read() const noexcept { return from_disk_.load(); }
-  // What was handed over to be stored, or not; all of it once nothing waits to be written.
+  // What there is, or soon will be, of a copy that this source makes: all of the object, or 0.
   uint64_t stored_nbytes() const;
-  uint64_t left_out_nbytes() const;
-  // Why nothing more is kept; empty while it is.
+  // Why this source makes no copy; empty where nothing speaks against it.
   std::string trouble() const;
 
  private:
-  struct Request;
-
   CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
               std::shared_ptr<RangeSource> network, std::string name);
-  void use(std::shared_ptr<CacheEntry> entry);
-  // nullptr: there is no entry any more.
-  std::shared_ptr<CacheFilling> filling() const;
+  void use(std::shared_ptr<CacheEntry> entry, UniqueFd copy);
+  // `patience`: with another source that makes the copy, while no byte comes to it.
+  void begin_load(std::chrono::milliseconds patience, const std::stop_token& stop);
+  void begin_copy(std::chrono::milliseconds patience, const std::stop_token& stop);
+  bool wait_for_turn(CacheEntry& entry, std::chrono::milliseconds patience,
+                     const std::stop_token& stop);
+  void add_head(CacheCopy& copy, const std::stop_token& stop);
+  void complete(CacheCopy& copy);
+  void make_none(const std::string& why);
+  bool belongs_to_this_process() const noexcept;
   std::shared_ptr<FileSource> disk() const;
-  void store_head();
-  void read_in_order(const Request& request, const std::stop_token& stop);
-  // Reads what of `run` can be read without waiting for others; what is left goes to `left`. True
-  // where a thread of this process fetches some of that.
-  bool read_run(const std::shared_ptr<CacheFilling>& filling, const Request& request, BlockRun run,
-                bool is_late, std::vector<BlockRun>& left, const std::stop_token& stop);
-  // False: the disk does not give it.
-  bool read_present(CacheFilling& filling, const Request& request, BlockRun run,
-                    const std::stop_token& stop);
-  void fetch(CacheFilling& filling, const Request& request, BlockRun run, CacheEntry::Claim claim,
-             const std::stop_token& stop);
-  void read_network(const Request& request, BlockRun run, const std::stop_token& stop);
-  void note_fetched(BlockRun run) noexcept;
-  // Keeps the bytes of whole blocks that this object has fetched, or leaves them out.
-  void store(CacheFilling& filling, BlockRun run, std::span<const Slice> bytes,
-             CacheEntry::Claim claim, const std::stop_token& stop);
-  void absorb(CacheFilling& filling, uint64_t offset, std::span<const Slice> slices,
-              const std::stop_token& stop);
+  std::shared_ptr<CacheCopy> copy() const;
+  bool read_disk(FileSource& disk, uint64_t offset, std::span<const Slice> slices,
+                 const std::stop_token& stop);
+  void read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Slice> slices,
+                     const std::stop_token& stop);
 
   const std::shared_ptr<CacheFolder> folder_;
   const CacheKey key_;
   const std::shared_ptr<RangeSource> network_;  // nullptr: offline
   const std::string name_;
+  const pid_t process_;
   bool was_complete_ = false;
-  bool patient_ = false;
-
-  std::atomic<uint64_t> from_disk_{0};         // what this object has fetched itself left out
-  std::vector<std::atomic<uint8_t>> fetched_;  // one bit per block: by this object
+  std::atomic<bool> has_begun_{false};  // a load of the whole object
+  std::atomic<bool> patient_{false};
+  std::atomic<uint64_t> from_disk_{0};
   mutable Mutex mutex_;
-  mutable std::shared_ptr<CacheFilling> filling_ GUARDED_BY(mutex_);
-  bool is_lost_ GUARDED_BY(mutex_) = false;  // the entry was removed, or this is closed
+  CondVar changed_;
+  std::shared_ptr<CacheEntry> entry_ GUARDED_BY(mutex_);  // the one whose copy is read
   std::shared_ptr<FileSource> disk_ GUARDED_BY(mutex_);
-  // Of a network source that is read in one pass: the beginning of a block that is not whole yet.
-  Mutex carry_mutex_;
-  uint64_t carry_at_ GUARDED_BY(carry_mutex_) = 0;
-  std::vector<std::byte> carry_ GUARDED_BY(carry_mutex_);
+  std::shared_ptr<CacheCopy> copy_ GUARDED_BY(mutex_);
+  std::string trouble_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tensorizer::io
