@@ -26,6 +26,7 @@ import torch
 
 from tensorizer import stream_io
 from tensorizer._io.sources import json_content
+from tensorizer._io.uri import name_in
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import FormatError
@@ -119,10 +120,6 @@ def _load_from_folder(
 load_model.__signature__ = inspect.signature(_load_from_folder)  # type: ignore[attr-defined]
 
 
-def _inside(folder: Folder, name: str) -> str:
-    return f"{os.fspath(folder).rstrip('/')}/{name}"
-
-
 def config_to_json(config: Any) -> str:
     """The JSON text of a configuration: a mapping, or an object with ``to_dict`` (transformers)."""
     if hasattr(config, "to_dict"):
@@ -159,11 +156,11 @@ def write_model_folder(
     """
     options = dict(stream_options or {})
     texts = _texts_beside(model, config, model_prefix)
-    tensors_uri = _inside(model_directory, f"{model_prefix}.tensors")
+    tensors_uri = name_in(model_directory, f"{model_prefix}.tensors")
     with TensorSerializer(tensors_uri, stream_options=options, **serializer_options) as serializer:
         serializer.write_module(model, include_non_persistent_buffers=False)
     for name, text in texts.items():
-        with stream_io.open_stream(_inside(model_directory, name), "wb+", **options) as stream:
+        with stream_io.open_stream(name_in(model_directory, name), "wb+", **options) as stream:
             stream.write(text.encode("utf-8"))
 
 
@@ -221,7 +218,7 @@ def load_model_folder(
     config = _load_config(path_uri, model_prefix, model_class, config_class, options)
     with torch.device(device), no_init_or_tensor():
         model = _build(model_class, config)
-    tensors_uri = _inside(path_uri, f"{model_prefix}.tensors")
+    tensors_uri = name_in(path_uri, f"{model_prefix}.tensors")
     with TensorDeserializer(
         tensors_uri, device=device, dtype=dtype, lazy_load=True, stream_options=options, **deserializer_options
     ) as deserializer:
@@ -233,7 +230,7 @@ def load_model_folder(
         raise ValueError(
             f"{shown_location(tensors_uri)} leaves {len(missing)} tensors of the model unset: {', '.join(missing[:5])}"
         )
-    _restore_generation_config(model, _inside(path_uri, _generation_file(model_prefix)), options)
+    _restore_generation_config(model, name_in(path_uri, _generation_file(model_prefix)), options)
     return model.eval()
 
 
@@ -262,7 +259,7 @@ def _load_config(
         from transformers import AutoConfig
 
         config_class = AutoConfig
-    uri = _inside(path_uri, f"{model_prefix}-config.json")
+    uri = name_in(path_uri, f"{model_prefix}-config.json")
     try:
         with stream_io.open_stream(uri, "rb", **options) as stream:
             values = json_content(shown_location(uri), stream.read())
@@ -309,7 +306,7 @@ def serialize_pretrained(
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in files:
                 archive.write(path, path.relative_to(folder).as_posix())
-    uri = _inside(zip_directory, f"{prefix}.zip")
+    uri = name_in(zip_directory, f"{prefix}.zip")
     with stream_io.open_stream(uri, "wb+", **dict(stream_options or {})) as stream:
         stream.write(content.getbuffer())
 
@@ -329,7 +326,7 @@ def load_pretrained(
         FormatError: It is not a zip file, or a damaged one.
         OSError: It cannot be read.
     """
-    uri = _inside(path_uri, f"{prefix}.zip")
+    uri = name_in(path_uri, f"{prefix}.zip")
     with stream_io.open_stream(uri, "rb", **dict(stream_options or {})) as stream:
         data = stream.read()
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import posixpath
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -152,7 +151,7 @@ def copies_beside(
                 f"all_files: wanted a local path as source and a path or URI as target, found {shown_location(value)!r}"
             )
     path, place = os.path.abspath(os.fspath(source)), os.fspath(target)
-    folder = posixpath.dirname(place) if "://" in place else os.path.dirname(os.path.abspath(place))
+    folder = place.rpartition("/")[0] if "://" in place else os.path.dirname(os.path.abspath(place))
     with os.scandir(path if os.path.isdir(path) else os.path.dirname(path)) as entries:
         found = sorted(entry.path for entry in entries if entry.is_file() and not _is_left_out(entry.name))
     pairs = [(file, f"{folder}/{os.path.basename(file)}") for file in found]

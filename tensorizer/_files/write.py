@@ -25,7 +25,7 @@ from tensorizer._format.safetensors import canonical_order, check_entries, heade
 from tensorizer._io import shards
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
-from tensorizer._io.uri import identity_of
+from tensorizer._io.uri import folder_uri, identity_of, scheme_of, split_query
 from tensorizer._load.arguments import check_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
 from tensorizer._save.records import Record
@@ -119,7 +119,8 @@ def file_in_folder(target: Any, format: Optional[str]) -> Any:
     if not isinstance(target, (str, os.PathLike)) or isinstance(text := os.fspath(target), bytes):
         return target
     if text.endswith("/") or ("://" not in text and os.path.isdir(text)):
-        return f"{text.rstrip('/')}/model.{format_of('', format)}"
+        folder = text.rstrip("/") if scheme_of(text) is None else folder_uri(text)
+        return f"{folder}/model.{format_of('', format)}"
     return target
 
 
@@ -129,8 +130,8 @@ def format_of(target: Any, format: Optional[str], default: str = "tensors") -> s
         if format not in FORMATS:
             raise ValueError(f"format: wanted one of {', '.join(FORMATS)}, found {format!r}")
         return format
-    name = os.fspath(target).partition("?")[0] if isinstance(target, (str, os.PathLike)) else ""
-    return next((known for known in FORMATS if str(name).endswith(f".{known}")), default)
+    name = str(os.fspath(target)) if isinstance(target, (str, os.PathLike)) else ""
+    return next((known for known in FORMATS if split_query(name)[0].endswith(f".{known}")), default)
 
 
 # --- what will be written -------------------------------------------------------------------------------------------

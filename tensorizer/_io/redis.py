@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 from tensorizer import _C
 from tensorizer._io.certificates import check_certificates, trust_for
@@ -79,12 +79,13 @@ class RedisAddress(NamedTuple):
 def parse_redis_address(uri: str) -> RedisAddress:
     """Takes ``redis[s]://[user:password@]host[:port]/prefix[?db=N]`` apart.
 
-    Everything between the first slash and a ``?`` or ``#`` is the key prefix, digits and further slashes included, and
-    is taken as it is; so the database has to be named in the query. User and password are percent-decoded.
+    Everything behind the first slash is the key prefix, as it stands, digits, further slashes, ``?`` and ``#``
+    included; only ``?db=`` at the end names the database. User and password are percent-decoded.
 
     Raises:
         TypeError: No ``str``.
-        ValueError: The scheme, port, database or prefix is missing or malformed. The message holds no password.
+        ValueError: The scheme, port, database or prefix is missing or malformed, or a login is no part of the host. The
+            message holds no password.
     """
     parts = split_uri(checks.text("Redis URI", uri))
     if parts.scheme not in ("redis", "rediss"):
@@ -92,16 +93,20 @@ def parse_redis_address(uri: str) -> RedisAddress:
     login, _, place = parts.authority.rpartition("@")
     user, _, password = login.partition(":")
     found = _PLACE.fullmatch(place)
-    if found is None:
-        raise ValueError("not a Redis URI: wanted redis://[user:password@]host[:port]/prefix")
+    if found is None or re.search("[?#]", parts.authority):
+        raise ValueError("not a Redis URI: wanted redis://[user:password@]host[:port]/prefix, logins escaped")
     host = (found["address"] or found["name"]).lower() or "localhost"
     port = int(found["port"] or 0)
     if port > 65535 or (found["port"] and not port):
         raise ValueError(f"Redis URI for host {host}: the port is no number from 1 to 65535")
+    if not parts.path:
+        raise ValueError(f"Redis URI for host {host}: wanted the prefix of keys behind the host, found none")
+    if re.search(r"[?&](username|password)=", f"{parts.path}?{parts.query}"):  # as other libraries take them
+        raise ValueError(f"Redis URI for host {host}: wanted user and password in front of the host, found some behind")
     return RedisAddress(
         host=host,
         port=port or DEFAULT_PORT,
-        prefix=parts.path.lstrip("/"),
+        prefix=parts.path,
         user=unquote(user),
         password=unquote(password),
         database=_database(parts.query, host),
@@ -110,10 +115,9 @@ def parse_redis_address(uri: str) -> RedisAddress:
 
 
 def _database(query: str, host: str) -> int:
-    values = parse_qs(query, keep_blank_values=True).get("db")
-    if not values:
+    if not query:
         return 0
-    text = values[-1]
+    text = query.removeprefix("db=")
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_DATABASE):
         raise ValueError(f"Redis URI for host {host}: ?db= wants a database number, found {text!r}")
     return int(text)
@@ -281,11 +285,14 @@ def export_to_redis(
         force: Store records that are there already, too.
 
     Raises:
+        ValueError: The prefix is empty.
         StreamError: The server refused or broke off; run the export again to resume it. A client that is called itself
             raises its own errors.
     """
-    writer = _writer_for(client)
     prefix = checks.text("key_prefix", key_prefix).encode("utf-8")
+    if not prefix:
+        raise ValueError("key_prefix: wanted some text, found none; no URI would name the file")
+    writer = _writer_for(client)
     header_key = prefix + b":header:0"
     todo = [
         (b"%s:%s:" % (prefix, name), header_offset, data_offset, data_nbytes)

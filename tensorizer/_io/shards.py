@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.sources import OpenedSource, is_path, open_source, read_checked
-from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError, named
@@ -91,15 +91,16 @@ class _ModelFolder(NamedTuple):
                 return cls(path, None, False, stream_options, file_obj)
             folder, name = os.path.split(path)
             return cls(folder, name, False, stream_options, file_obj) if re.search(_INDEX_NAME, name) else None
-        bare = re.split(r"[?#]", file_obj)[0] if scheme in ("http", "https") else file_obj
+        bare, behind = split_query(file_obj)
         if re.match(_HUB_MODEL, bare):
             return cls(bare.rstrip("/"), None, True, stream_options, f"{bare.rstrip('/')}/")
         folder, _, name = bare.rpartition("/")
         if re.search(_INDEX_NAME, name):
             return cls(folder, name, True, stream_options, file_obj)
-        if scheme not in _NO_PREFIX_SCHEMES and bare == file_obj and "." not in name:
+        is_bucket = scheme == "s3" and "/" not in bare.partition("://")[2]
+        if scheme not in _NO_PREFIX_SCHEMES and not behind and ("." not in name or is_bucket):
             # A name without an extension may be a file's; what ends with a slash is none.
-            return cls(bare.rstrip("/"), None, True, stream_options, file_obj)
+            return cls(folder_uri(bare), None, True, stream_options, f"{bare}/" if is_bucket else file_obj)
         return None
 
     def open(self) -> OpenedFiles:

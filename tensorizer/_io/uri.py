@@ -32,8 +32,42 @@ def expanded(path: str) -> str:
     return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
+# What may stand behind a key: one version of an object in S3, a database of Redis.
+_BEHIND_KEYS = {"s3": "versionId", "redis": "db", "rediss": "db"}
+
+
+def split_query(uri: str) -> tuple[str, str]:
+    """What names a file in a URI, and what stands behind that, with the ``?`` or ``#`` in front; perhaps nothing.
+
+    The latter is query and fragment of an HTTP URL, ``?versionId=...`` at the end of an ``s3://`` URI, and ``?db=...``
+    at the end of a ``redis://`` URI. Elsewhere these are characters of a key like others, as in every other scheme.
+    """
+    scheme = scheme_of(uri)
+    if scheme in ("http", "https"):
+        found = re.search(r"[?#]", uri)
+    else:
+        found = re.search(rf"\?{_BEHIND_KEYS[scheme]}=[^/?#]*\Z", uri) if scheme in _BEHIND_KEYS else None
+    at = len(uri) if found is None else found.start()
+    return uri[:at], uri[at:]
+
+
+def folder_uri(uri: str) -> str:
+    """The URI of a folder without the slash at its end, to which names are joined with one.
+
+    Raises:
+        ValueError: No bucket or host, with which a name would become one; one version of an object.
+    """
+    folder, behind = split_query(uri)
+    scheme, _, place = folder.partition("://")
+    if scheme.lower() == "s3" and behind:
+        raise ValueError(f"{uri}: wanted a folder, found one version of an object")
+    if scheme.lower() in ("s3", "http", "https", "hf") and not place.partition("/")[0]:
+        raise ValueError(f"{scheme}://: wanted a bucket or host behind it, found none")
+    return uri.removesuffix("/") if place else uri
+
+
 class SplitURI(NamedTuple):
-    """The parts of ``scheme://authority/path?query#fragment``, with their characters as they were."""
+    """The parts of ``scheme://authority/path?query``, with their characters as they were."""
 
     scheme: str  # in lower case; empty where there is none
     authority: str
@@ -42,9 +76,9 @@ class SplitURI(NamedTuple):
 
 
 def split_uri(uri: str) -> SplitURI:
-    """Takes a URI apart. Unlike ``urllib`` it drops no characters, and no error quotes what may be a password."""
-    rest, _, _ = uri.partition("#")
-    rest, _, query = rest.partition("?")
+    """Takes a URI apart, as :func:`split_query` does. No error quotes what may be a password."""
+    rest, behind = split_query(uri)
+    query = behind[1:].partition("#")[0] if behind.startswith("?") else ""
     scheme, separator, rest = rest.partition("://")
     if not separator:
         return SplitURI("", "", scheme, query)
@@ -63,6 +97,12 @@ def local_path(location: Any) -> Optional[str]:
     if scheme is None:
         return expanded(os.fsdecode(location))
     return path_of_file_uri(location) if scheme in LOCAL_SCHEMES else None
+
+
+def name_in(folder: Any, name: str) -> str:
+    """The path or URI of a name in a folder; raises as :func:`local_path` and :func:`folder_uri`."""
+    path = local_path(folder)
+    return f"{folder_uri(folder)}/{name}" if path is None else os.path.join(path, name)
 
 
 def identity_of(location: Any) -> Hashable:

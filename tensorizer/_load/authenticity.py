@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource, read_checked
-from tensorizer._io.uri import scheme_of
+from tensorizer._io.uri import scheme_of, split_query
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError, StreamNotFoundError, named
 
@@ -105,9 +104,9 @@ def signature_place(location: Any) -> Any:
     if location is None or isinstance(location, int):
         return None
     scheme = scheme_of(location)
-    if scheme in ("http", "https", "s3"):
-        bare, rest = re.fullmatch(r"([^?#]*)(.*)", location, re.DOTALL).groups()  # type: ignore[union-attr]
-        return f"{bare}.sig" + ("" if scheme == "s3" else rest)  # a version is that of the other object
+    if scheme is not None:
+        name, behind = split_query(location)
+        return f"{name}.sig" + ("" if scheme == "s3" else behind)  # a version is that of the other object
     if hasattr(location, "__fspath__"):
         location = location.__fspath__()
     ending: Union[str, bytes] = b".sig" if isinstance(location, bytes) else ".sig"

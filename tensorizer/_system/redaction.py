@@ -29,7 +29,8 @@ def hidden(text: Optional[str]) -> Optional[str]:
 
 
 def shown_uri(uri: str) -> str:
-    """A URI for messages: without credentials, without query (which may be a signature) and fragment. Paths stay."""
+    """A URI for messages: without credentials, without query (which may be a signature) and fragment. Paths stay, and
+    keys of S3, in which these are characters like others."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
@@ -50,6 +51,8 @@ def shown_uri(uri: str) -> str:
 
 def _cut(rest: str, scheme: str) -> str:
     """What follows a scheme, without query and fragment, and without a login in which a character was not escaped."""
+    if scheme == "s3":  # whose keys may hold either character, and which has no queries with secrets
+        return rest
     cut = re.split("[?#]", rest, maxsplit=1)[0]
     authority = cut.partition("/")[0]
     host, colon, port = authority.rpartition(":")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_uri
+from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_query, split_uri
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.output import UsageError
 
@@ -99,8 +98,7 @@ def check_names_object(*uris: str) -> None:
 
 def _check_names_something(uri: str) -> None:
     """Refuses URIs that end where a name should begin: with a name joined to them they would be local paths."""
-    scheme, location = scheme_of(uri), uri.partition("://")[2]
-    location = re.split(r"[?#]", location)[0]
+    scheme, location = scheme_of(uri), split_query(uri)[0].partition("://")[2]
     if scheme is not None and not (location if scheme in LOCAL_SCHEMES else location.strip("/")):
         raise UsageError(f"{shown_uri(uri)}: malformed URI: nothing follows {scheme}://")
     if not uri.endswith("/"):  # else it is a folder, where one may be

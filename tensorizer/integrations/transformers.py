@@ -13,6 +13,7 @@ from typing import Any, Optional, Union
 import torch
 from transformers import TrainerCallback
 
+from tensorizer._io.uri import name_in
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
 from tensorizer.integrations._hf.objects import is_of, load_adapter_into
 from tensorizer.integrations._hf.weights import find_weights
@@ -122,6 +123,6 @@ class TensorsCallback(TrainerCallback):  # type: ignore[misc]
         """Called by the trainer when a checkpoint is complete."""
         if not state.is_world_process_zero:
             return
-        root = str(args.output_dir if self.target is None else self.target).rstrip("/")
+        root = args.output_dir if self.target is None else self.target
         tokenizer = others.get("processing_class")
-        save_pretrained(model, f"{root}/checkpoint-{state.global_step}", tokenizer=tokenizer, **self.options)
+        save_pretrained(model, name_in(root, f"checkpoint-{state.global_step}"), tokenizer=tokenizer, **self.options)

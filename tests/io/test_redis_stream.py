@@ -65,10 +65,12 @@ class TestUri:
         [
             ("redis://host/p", ("host", 6379, "p")),
             ("redis://host:1234/p/q", ("host", 1234, "p/q")),
-            ("REDIS://host//p", ("host", 6379, "p")),
+            ("REDIS://host//p", ("host", 6379, "/p")),
             ("redis://host/7", ("host", 6379, "7")),
             ("redis://host/7/p", ("host", 6379, "7/p")),
-            ("redis://user:word@host/p?x=1#y", ("host", 6379, "p")),
+            ("redis://user:word@host/p?x=1#y", ("host", 6379, "p?x=1#y")),
+            ("redis://host/run#1?db=3", ("host", 6379, "run#1")),
+            ("redis://host/p?db=1/q", ("host", 6379, "p?db=1/q")),
             ("redis://[::1]:99/p", ("::1", 99, "p")),
             ("redis://host/a%20b", ("host", 6379, "a%20b")),
             ("redis://host/a b", ("host", 6379, "a b")),
@@ -84,12 +86,33 @@ class TestUri:
     def test_the_password_shows_in_no_repr(self):
         assert "word" not in repr(parse_redis_address("redis://user:word@host/p"))
 
-    @pytest.mark.parametrize("uri", ["http://h/p", "h/p", "redis://h/p?db=x", "redis://h/p?db=-1", "redis://h:99999/p"])
+    @pytest.mark.parametrize(
+        "uri",
+        [
+            "http://h/p",
+            "h/p",
+            "redis://h/p?db=x",
+            "redis://h/p?db=-1",
+            "redis://h/p?db=",
+            "redis://h/p?db=1&x=2",
+            "redis://h:99999/p",
+            "redis://h",
+            "redis://h/",
+            "redis://h?db=1",
+            "redis://h/?db=1",
+        ],
+    )
     def test_a_malformed_uri_is_a_value_error_without_the_password(self, uri):
         with pytest.raises(ValueError, match=r"redis|Redis"):
             parse_redis_address(uri)
         with pytest.raises(ValueError) as caught:
             parse_redis_address(uri.replace("://", "://u:topsecret@"))
+        assert "topsecret" not in str(caught.value)
+
+    @pytest.mark.parametrize("query", ["?password=topsecret", "?db=1&password=topsecret", "?username=topsecret&db=1"])
+    def test_a_login_in_the_query_is_no_part_of_a_key(self, query):
+        with pytest.raises(ValueError, match="in front of the host") as caught:
+            RedisStreamFile(f"redis://127.0.0.1:1/p{query}")
         assert "topsecret" not in str(caught.value)
 
 
@@ -124,7 +147,9 @@ class TestReading:
         store(client, "names", [0, 100], data, names=["header", name])
         assert RedisStreamFile(server.uri("names")).read() == data
 
-    @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "a\\b", "a^-b", "a b", "org/name", "ü", "7", "a\nb\t\r"])
+    @pytest.mark.parametrize(
+        "prefix", ["a*b", "[ab]", "a\\b", "a^-b", "a b", "org/name", "ü", "7", "a\nb\t\r", "run#1", "lr?seed=1", "/p"]
+    )
     def test_prefixes_may_hold_any_character(self, server, prefix):
         data = random_bytes(1000)
         client = server.client()

@@ -297,15 +297,21 @@ class TestUrls:
         for endpoint in ("https://[fe80::1%25eth0]:9000", "https://store.example:"):
             assert url_of(**{**self.BOTH, "s3_endpoint": endpoint}).startswith(endpoint)
 
-    def test_keys_are_quoted_and_query_and_fragment_dropped(self):
+    def test_keys_are_taken_as_they_stand_and_quoted(self):
         url = url_of("s3://bucket//dir/a b%20ü?x#y", **self.BOTH)
-        assert urlsplit(url).path == "/bucket/dir/a%20b%2520%C3%BC"
+        assert urlsplit(url).path == "/bucket//dir/a%20b%2520%C3%BC%3Fx%23y"
         assert urlsplit(url_of("s3://bucket/a\nb\t\r", **self.BOTH)).path == "/bucket/a%0Ab%09%0D"
 
+    def test_only_a_version_at_the_end_is_no_part_of_the_key(self):
+        for rest, key, version in (
+            ("a?versionId=x%2By", "a", "x+y"), ("a#1?versionId=2", "a#1", "2"), ("a?b=1", "a?b=1", None),
+            ("a?versionId=1/b", "a?versionId=1/b", None), ("a?versionId=1?versionId=2", "a?versionId=1", "2"),
+            ("a?x=1&versionId=2", "a?x=1&versionId=2", None), ("a?versionId=1#b", "a?versionId=1#b", None),
+        ):  # fmt: skip
+            assert parse_s3_uri(f"S3://bucket/{rest}") == S3Location("bucket", key, version), rest
+
     def test_an_empty_key_or_another_scheme_is_refused(self):
-        with pytest.raises(botocore.exceptions.ParamValidationError):
-            url_of("s3://bucket/", **self.BOTH)
-        for uri in ("http://bucket/key", "s3:///key", "bucket/key"):
+        for uri in ("http://bucket/key", "s3:///key", "bucket/key", "s3://bucket/", "s3://bucket"):
             with pytest.raises(ValueError, match="Invalid S3 URI"):
                 stream_io._s3_download_url(uri, KEY, SECRET, "https://h")
 

@@ -21,7 +21,7 @@ import torch
 from samples import assert_same, tensor
 from servers.s3_recorder import S3Recorder
 
-from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
+from tensorizer import TensorDeserializer, TensorSerializer, convert, s3, stream_io
 from tensorizer._io import certificates
 from tensorizer._io.s3.client import s3_code
 from tensorizer.errors import StreamError
@@ -617,7 +617,7 @@ class TestExtraArguments:
     def test_a_version_in_the_uri_is_read(self, store):
         expected = state(1)
         save(store, expected)
-        loads(store, expected, "s3://bucket/model?versionId=abc%2B1&other=2#fragment")
+        loads(store, expected, "s3://bucket/model?versionId=abc%2B1")
         assert {request.query["versionId"] for request in store.of("GetObject")} == {"abc+1"}
         with open_stream("s3://bucket/model?versionId=abc", **store.arguments) as stream:
             assert "versionId=abc" in repr(stream)
@@ -726,6 +726,100 @@ class TestExpress:
             assert request.query["X-Amz-Credential"].endswith("/us-west-2/s3express/aws4_request")
             assert request.query["X-Amz-S3session-Token"] == store.session_token
         assert store.of("CreateSession")
+
+
+NAMES = ["run#1", "lr=1e-4?seed=1", "/lead", "a//b", "what?", "k?versionId=1/x", "a?b=c&d#e"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestKeys:
+    """``#``, ``?`` and slashes are characters of keys like others."""
+
+    def test_an_object_has_the_key_that_its_uri_names(self, store, name):
+        store.objects["/bucket/run"] = store.objects["/bucket/what"] = store.objects["/bucket/lead"] = b"precious"
+        before = dict(store.objects)
+        save(store, state(1), f"s3://bucket/{name}/small.tensors")
+        save(store, state(6), f"s3://bucket/{name}/large.tensors")
+        with open_stream(f"s3://bucket/{name}/by hand", "wb", **store.arguments) as stream:
+            stream.write(b"1")
+        written = {f"/bucket/{name}/{file}" for file in ("small.tensors", "large.tensors", "by hand")}
+        assert store.objects.keys() == before.keys() | written
+        assert {path: store.objects[path] for path in before} == before
+        loads(store, state(1), f"s3://bucket/{name}/small.tensors")
+        with pytest.raises(FileNotFoundError) as caught:
+            open_stream(f"s3://bucket/{name}/none", **store.arguments)
+        assert f"s3://bucket/{name}/none " in str(caught.value)
+
+    def test_shards_and_what_lies_beside_them_are_below_the_prefix_that_the_uri_names(self, store, tmp_path, name):
+        tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(3)}
+        (tmp_path / "config.json").write_text("{}")
+        save_file(tensors, tmp_path / "m.safetensors")
+        where = {"stream_options": store.arguments}
+        for target in (f"s3://bucket/{name}/", f"s3://bucket/{name}/model.tensors"):
+            for size in (4096, None, "1GB"):
+                options = {"max_shard_size": size, "all_files": True, **where}
+                report = convert(tmp_path / "m.safetensors", target, format="tensors", **options)
+                assert all(file.startswith(f"s3://bucket/{name}/model") for file in report.files)
+                for place in (f"s3://bucket/{name}", f"s3://bucket/{name}/", report.files[-1]):
+                    with TensorDeserializer(place, device="cpu", **where) as file:
+                        assert_same(dict(file.items()), tensors)
+                if size is None:
+                    assert f"/bucket/{name}/model.tensors.index.json" in store.objects
+                    del store.objects[f"/bucket/{name}/model.tensors"]
+            assert f"/bucket/{name}/model.tensors.index.json" not in store.objects
+            assert store.objects[f"/bucket/{name}/config.json"] == b"{}"
+            assert all(path.startswith(f"/bucket/{name}/") for path in store.objects)
+            store.objects.clear()
+
+    def test_a_checkpoint_is_below_the_prefix_that_the_uri_names(self, store, name):
+        checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+        from tensorizer.distributed import TensorizerReader, TensorizerWriter
+
+        store.objects["/bucket/run"] = b"precious"
+        for value in (1.0, 2.0):  # the second removes the files of the first
+            writer = TensorizerWriter(f"s3://bucket/{name}", stream_options=store.arguments)
+            checkpoint.save({"a": torch.full((3,), value)}, storage_writer=writer)
+        target = {"a": torch.zeros(3)}
+        reader = TensorizerReader(f"s3://bucket/{name}/", stream_options=store.arguments)
+        checkpoint.load(target, storage_reader=reader)
+        assert target["a"].tolist() == [2.0] * 3
+        assert store.objects.pop("/bucket/run") == b"precious"
+        assert len(store.objects) == 2
+        assert all(path.startswith(f"/bucket/{name}/") for path in store.objects)
+
+    def test_two_names_are_two_objects_of_a_cache(self, store, name, tmp_path):
+        store.objects.update({f"/bucket/{name}/x?1": b"one", f"/bucket/{name}/x?2": b"two"})
+        for _ in range(2):
+            for number, content in (("1", b"one"), ("2", b"two")):
+                with open_stream(f"s3://bucket/{name}/x?{number}", cache=tmp_path, **store.arguments) as stream:
+                    assert stream.read() == content
+
+
+def test_what_can_be_no_object_of_a_store_is_a_value_error(store):
+    from tensorizer.distributed import TensorizerWriter
+
+    for uri in ("s3://", "s3:///key", "s3://bucket", "s3://bucket/", "s3://bucket/?versionId=1", "s3://bucket?x/key",
+                "s3://bucket#1/key", "s3://bucket/key?versionId="):  # fmt: skip
+        for door in (
+            lambda uri: open_stream(uri, **store.arguments),
+            lambda uri: open_stream(uri, "wb", **store.arguments),
+            lambda uri: TensorSerializer(uri, stream_options=store.arguments),
+            lambda uri: save_file(state(1), uri, stream_options=store.arguments),
+        ):
+            with pytest.raises(ValueError):
+                door(uri)
+    for uri in ("s3://", "s3:///key", "s3://bucket/dir?versionId=1"):
+        with pytest.raises(ValueError):
+            TensorizerWriter(uri)
+    assert store.requests == []
+
+
+def test_a_whole_bucket_is_a_prefix(store):
+    for bucket in ("bucket", "my.bucket"):
+        for place in (f"s3://{bucket}", f"s3://{bucket}/"):
+            save(store, state(1), f"s3://{bucket}/model.tensors")
+            with TensorDeserializer(place, device="cpu", stream_options=store.arguments) as file:
+                assert_same(dict(file.items()), state(1))
 
 
 def test_the_other_form_of_a_model_is_removed_whatever_the_case_of_the_scheme():

@@ -14,6 +14,7 @@ import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, Optional
 from urllib.parse import parse_qsl, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 from . import Server, serving
 
@@ -227,7 +228,7 @@ class S3Recorder(Server):
             keys = [path[len(begin) :] for path in sorted(self.objects) if path.startswith(begin)]
         prefix = request.query["prefix"]
         keys = [key for key in keys if key.startswith(prefix) and "/" not in key[len(prefix) :]]
-        text = "".join(f"<Contents><Key>{key}</Key><Size>1</Size></Contents>" for key in keys)
+        text = "".join(f"<Contents><Key>{escape(key)}</Key><Size>1</Size></Contents>" for key in keys)
         listed = f"<ListBucketResult {NAMESPACE}><IsTruncated>false</IsTruncated>{text}</ListBucketResult>"
         return 200, {}, listed.encode()
 

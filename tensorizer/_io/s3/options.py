@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
-from urllib.parse import parse_qs
+from urllib.parse import unquote_plus
 
 from tensorizer._io.options import HTTPOptions
 from tensorizer._io.uri import split_uri
@@ -46,11 +47,11 @@ class S3Location(NamedTuple):
 
 
 def parse_s3_uri(uri: str) -> S3Location:
-    """Splits ``s3://bucket/key[?versionId=...]``; the rest of the query, and a fragment, are no part of the key.
+    """Splits ``s3://bucket/key[?versionId=...]``. Everything else behind the first slash is the key, as it stands.
 
     Raises:
         TypeError: No ``str``.
-        ValueError: Another scheme, no bucket, or keys in front of it.
+        ValueError: Another scheme, no bucket or key, no version, or keys in front of the bucket.
     """
     parts = split_uri(checks.text("S3 URI", uri))
     if parts.scheme != "s3" or not parts.authority:
@@ -60,8 +61,14 @@ def parse_s3_uri(uri: str) -> S3Location:
             "Invalid S3 URI: wanted s3://bucket/key, found an at sign in place of the bucket; keys are no part of the "
             "URI: pass s3_access_key_id and s3_secret_access_key"
         )
-    version = parse_qs(parts.query).get("versionId", [None])[-1]
-    return S3Location(parts.authority, parts.path.lstrip("/"), version)
+    if re.search("[?#]", parts.authority):
+        raise ValueError("Invalid S3 URI: wanted s3://bucket/key, found a ? or # in place of the first slash")
+    if not parts.path:
+        raise ValueError(f"Invalid S3 URI: wanted s3://bucket/key, found no key behind s3://{parts.authority}")
+    version = unquote_plus(parts.query.removeprefix("versionId=")) if parts.query else None
+    if version == "":
+        raise ValueError(f"{uri}: wanted a version behind ?versionId=, found none")
+    return S3Location(parts.authority, parts.path, version)
 
 
 _TEXTS = (

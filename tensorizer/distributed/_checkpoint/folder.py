@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 from tensorizer._files.copy import exists
 from tensorizer._io.sinks import NewFile, WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_checked
-from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._io.uri import folder_uri, local_path, scheme_of
 from tensorizer.errors import StreamExistsError, stream_errors
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ class Folder(NamedTuple):
             raise ValueError(f"checkpoint: wanted a local path or an s3:// URI, found one with {scheme_of(path)}://")
         from tensorizer._io.s3.options import parse_s3_uri
 
-        parse_s3_uri(str(path))
-        return cls(str(path).rstrip("/"), True, stream_options)
+        where = folder_uri(str(path))
+        parse_s3_uri(f"{where}/{MARKER}")
+        return cls(where, True, stream_options)
 
     def join(self, name: str) -> str:
         return f"{self.where}/{name}" if self.remote else os.path.join(self.where, name)

@@ -19,7 +19,7 @@ import torch
 from tensorizer import _C, stream_io
 from tensorizer._files.copy import MODEL_ENDINGS, exists
 from tensorizer._io.sources import json_content
-from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamError, StreamNotFoundError, named
 
@@ -188,7 +188,7 @@ class RemoteFolder(ModelFolder):
         label: Optional[str] = None,
         names: Optional[Collection[str]] = None,
     ) -> None:
-        self._prefix = prefix.rstrip("/")
+        self._prefix = folder_uri(prefix)
         self.label = shown_uri(self._prefix) if label is None else label
         self.stream_options, self._listing, self.has_revision = stream_options, names, names is not None
         self._known: dict[str, bool] = {}
@@ -393,7 +393,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
         below = "/".join(filter(None, (inside, options.subfolder.strip("/"))))
         folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below))
-    elif _names_weights(source) and "?" not in source:
+    elif _names_weights(source) and not split_query(source)[1]:
         prefix, _, name = source.rpartition("/")
         folder = RemoteFolder(prefix, options.stream_options)
         folder.file = name

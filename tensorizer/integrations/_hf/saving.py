@@ -24,7 +24,7 @@ from tensorizer._files.copy import other_forms, remove_files
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
-from tensorizer._io.uri import local_path
+from tensorizer._io.uri import folder_uri, local_path
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import open_whole
 from tensorizer._save.records import walk_module
@@ -56,7 +56,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
     ) -> None:
         path = local_path(target)
         self.remote = path is None
-        self._root = str(target).rstrip("/") if path is None else path
+        self._root = folder_uri(target) if path is None else path
         self._options, self._access = options, access
         self._metadata, self._variant, self.as_library = metadata, variant, as_library
         self._temporary = tempfile.TemporaryDirectory(prefix="tensorizer-")
