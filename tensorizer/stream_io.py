@@ -21,7 +21,7 @@ from tensorizer._io.s3.access import ParsedCredentials, infer_credentials
 from tensorizer._io.s3.client import enforce_scheme
 from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath, S3Options
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
-from tensorizer._io.uri import expanded, scheme_of
+from tensorizer._io.uri import check_is_path, expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
@@ -123,8 +123,8 @@ def open_stream(
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
 
-    A ``PathLike`` is always a local path; ``~`` at the beginning of a path is the home folder. A ``str`` with ``://``
-    is a URI. Its scheme, in upper or lower case, decides:
+    A ``PathLike`` is always a local path, and raises if it begins like a URI; ``~`` at the beginning of a path is the
+    home folder. A ``str`` with ``://`` is a URI. Its scheme, in upper or lower case, decides:
 
     - ``http``, ``https``: :class:`CURLStreamFile`, mode ``rb`` only;
     - ``s3``: reading (``rb``) returns a :class:`CURLStreamFile`. Writing (``wb``, ``wb+``, ``ab``, ``ab+``) returns a
@@ -170,7 +170,8 @@ def open_stream(
         A binary stream and context manager.
 
     Raises:
-        ValueError: The mode does not fit, the range is empty or negative, or no installed package knows the scheme.
+        ValueError: The mode does not fit, the range is empty or negative, no installed package knows the scheme, or a
+            URI lost a slash (``Path("s3://…")``).
         TypeError: ``path_uri`` is neither a ``str`` nor a ``PathLike`` of one.
         OSError: It cannot be opened. The error is a :class:`~tensorizer.StreamError`, and also a ``FileNotFoundError``
             or ``PermissionError`` if that is the reason.
@@ -179,6 +180,7 @@ def open_stream(
         raise TypeError(f"path_uri: wanted str or os.PathLike, found {type(path_uri).__name__}")
     scheme = scheme_of(path_uri)
     if scheme is None:
+        check_is_path(path_uri)
         return _open_local(os.fspath(path_uri), mode, buffer_size, begin)
     uri = cast(str, path_uri)
     if scheme in LOCAL_SCHEMES:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 
 import torch
 
+from tensorizer._io.uri import check_is_path
 from tensorizer._sidecar import (
     PICKLE_FOR_LOADING,
     LoadSession,
@@ -86,6 +87,7 @@ def _default_location(f: Any) -> Optional[_Location]:
             f"cannot derive the place of a .tensors file from {type(f).__name__} without a file name: "
             "give file_obj to tensorizer_saving or tensorizer_loading"
         )
+    check_is_path(name)
     location = os.fsdecode(name) + ".tensors"
     # torch takes a name that begins with ~ as it stands: the sidecar goes to the same folder.
     return os.path.join(os.curdir, location) if location.startswith("~") else location

@@ -18,6 +18,7 @@ from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
 from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
+from tensorizer._io.uri import local_path
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
@@ -227,9 +228,9 @@ def pickled_files(source: Any) -> list[str]:
         FormatError: An index that is none, or that names files outside of its folder.
         StreamNotFoundError: A file that the index names is missing.
     """
-    if not isinstance(source, (str, os.PathLike)) or (isinstance(source, str) and "://" in source):
+    path = local_path(source) if isinstance(source, (str, os.PathLike)) else None
+    if path is None:
         return []
-    path = os.fspath(source)
     if os.path.isdir(path):
         names = os.listdir(path)
         if any(name.endswith((".safetensors", ".tensors")) for name in names):

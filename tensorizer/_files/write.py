@@ -25,7 +25,8 @@ from tensorizer._format.safetensors import canonical_order, check_entries, heade
 from tensorizer._io import shards
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
-from tensorizer._io.uri import folder_uri, identity_of, scheme_of, split_query
+from tensorizer._io.sources import is_path
+from tensorizer._io.uri import check_is_path, folder_uri, identity_of, scheme_of, split_query
 from tensorizer._load.arguments import check_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
 from tensorizer._save.records import Record
@@ -85,6 +86,8 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     hashes = check_hashes(options.hashes, encrypted=access.encryption is not None)
     plan = _plan(contents, format_of(target, options.format), options, access)
     names: list[Any] = [target]
+    if is_path(target) and not isinstance(target, int):
+        check_is_path(target)  # as it was given: the names of shards are texts
     if isinstance(target, (str, os.PathLike)) and shards.is_index_name(os.fsdecode(target)):
         raise ValueError(f"target: wanted the name of a file of tensors, found {shown_location(target)}")
     if len(plan.shards) > 1:
@@ -118,6 +121,7 @@ def file_in_folder(target: Any, format: Optional[str]) -> Any:
     """A target that is a folder, or ends with a slash, as the file ``model`` in it; any other as it is."""
     if not isinstance(target, (str, os.PathLike)) or isinstance(text := os.fspath(target), bytes):
         return target
+    check_is_path(target)
     if text.endswith("/") or ("://" not in text and os.path.isdir(text)):
         folder = text.rstrip("/") if scheme_of(text) is None else folder_uri(text)
         return f"{folder}/model.{format_of('', format)}"

@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.uri import expanded, split_uri
+from tensorizer._io.uri import local_path, split_uri
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_text
 from tensorizer._system.redaction import shown_uri
@@ -133,7 +133,10 @@ class Cache:
         if offline not in (True, False, "0", "1"):
             raise ValueError(f"{name}: wanted 1 or 0, found {offline!r}")
         self.offline = offline in (True, "1")
-        self.path = os.path.abspath(expanded(os.fspath(options.folder)))
+        path = local_path(options.folder)
+        if path is None:
+            raise ValueError(f"cache: wanted a folder of this machine, found {shown_uri(os.fspath(options.folder))}")
+        self.path = os.path.abspath(path)
         self.must_keep = False  # what is not to be cached is an error
 
     @classmethod

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import expanded, local_path, scheme_of
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
 
 # --- what callers may pass as ``file_obj``, for type checkers and readers -------------------------------------------
@@ -198,7 +198,9 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
     try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
-        return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
+        path = local_path(file_obj)
+        assert path is not None  # as it has no scheme
+        return _open_path(path)._replace(location=file_obj)
     except OSError:
         with stream_errors():  # in here, so that only who fails walks through it (benchmarks.walks)
             raise

@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Optional
 
-from tensorizer._system.redaction import CONTAINER_SCHEMES
+from tensorizer._system.redaction import CONTAINER_SCHEMES, shown_uri
 
 # URIs that name paths; the second is fsspec's word.
 LOCAL_SCHEMES = ("file", "local")
@@ -22,6 +22,28 @@ def scheme_of(location: object) -> Optional[str]:
         return None
     scheme, separator, _ = location.partition("://")
     return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else None
+
+
+# What a Path leaves of a URI, of which it drops a slash. A single letter is rather a drive than a scheme.
+_LIKE_URI = re.compile(rf"{_SCHEME.pattern}(?<=[A-Za-z0-9+.-]{{2}}):/")
+
+
+def check_is_path(location: Any) -> None:
+    """Refuses a path that was meant as a URI: it would be in a folder called ``s3:``. URIs themselves pass.
+
+    Raises:
+        TypeError: Neither ``str``, ``bytes`` nor ``PathLike``.
+        ValueError: A ``PathLike`` that begins like a URI; a text that does, and no folder has its first name.
+    """
+    text = os.fsdecode(location)
+    if _LIKE_URI.match(text) is None or scheme_of(location) is not None:
+        return
+    first, _, rest = text.partition("/")
+    meant = shown_uri(f"{first}//{rest.lstrip('/')}")
+    if isinstance(location, os.PathLike):
+        raise ValueError(f"{type(location).__name__} of {meant}: a path object is no URI: pass {meant} as a text")
+    if not os.path.lexists(first):
+        raise ValueError(f"wanted a path, or a URI with :// in it as {meant}, found {first}/… and no folder {first}")
 
 
 def expanded(path: str) -> str:
@@ -91,10 +113,11 @@ def local_path(location: Any) -> Optional[str]:
 
     Raises:
         TypeError: Neither ``str``, ``bytes`` nor ``PathLike``.
-        ValueError: A file URI that names another host.
+        ValueError: A file URI that names another host, or a URI that lost a slash (:func:`check_is_path`).
     """
     scheme = scheme_of(location)
     if scheme is None:
+        check_is_path(location)
         return expanded(os.fsdecode(location))
     return path_of_file_uri(location) if scheme in LOCAL_SCHEMES else None
 

@@ -21,7 +21,7 @@ import torch
 
 from tensorizer._files.contents import not_storable
 from tensorizer._files.copy import remove_files
-from tensorizer._io.uri import scheme_of
+from tensorizer._io.uri import check_is_path, scheme_of
 from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
@@ -130,6 +130,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         Raises:
             OSError: It cannot be written, or the save before this one could not.
         """
+        check_is_path(path)
         options = {**self._stream_options, **(storage_options or {})}
         if not self._async_save:
             self._write(*_taken_apart(checkpoint), path, options)
@@ -153,10 +154,8 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             raise
 
     def _write(self, node: Any, tensors: dict[str, torch.Tensor], path: Any, options: Mapping[str, Any]) -> None:
-        remote = scheme_of(path) is not None
-        target = path if remote else os.fspath(path)
         with TensorSerializer(
-            target,
+            path,
             encryption=self._encryption,
             stream_options=options or None,
             metadata={_KEY: json.dumps(node, separators=(",", ":"))},
@@ -188,7 +187,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._wait()
         options = (self._stream_options or None) if scheme_of(path) is not None else None
         where: Any = map_location
-        with open_stream(os.fspath(path), "rb", **(options or {})) as stream:
+        with open_stream(path, "rb", **(options or {})) as stream:
             if stream.read(len(_ZIP)) == _ZIP:
                 if self._public_key is not None:
                     raise AuthenticationError(f"{shown_location(path)}: not signed: a checkpoint of torch")
@@ -196,7 +195,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 found: dict[str, Any] = torch.load(cast(IO[bytes], stream), where, weights_only=weights_only)
                 return found
         with TensorDeserializer(
-            os.fspath(path),
+            path,
             device="cpu",
             encryption=self._decryption,
             verify_hash=self._verify or None,
@@ -237,6 +236,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:
         """Deletes a checkpoint. A missing one is no error."""
         self._wait()
+        check_is_path(path)
         with contextlib.suppress(FileNotFoundError):
             remove_files([os.fspath(path)], self._stream_options)
 

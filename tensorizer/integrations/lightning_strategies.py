@@ -19,7 +19,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tensorizer._io.uri import local_path
 from tensorizer._system.devices import empty
+from tensorizer._system.redaction import shown_location
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default
 from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
 from tensorizer.errors import FormatError
@@ -85,13 +87,14 @@ class _ShardedCheckpoints(abc.ABC):
 
         Raises:
             TypeError: `storage_options` were given.
+            ValueError: `filepath` is a URI.
             torch.distributed.checkpoint.api.CheckpointException: A rank could not write; with the cause, on all ranks.
         """
         strategy: Any = self
         if storage_options is not None or not self._is_sharding():
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
-        path = Path(strategy.broadcast(filepath))
+        path = _local_folder(strategy.broadcast(filepath))
         first = strategy.global_rank == 0
         state = {self._model_key: checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -117,11 +120,11 @@ class _ShardedCheckpoints(abc.ABC):
             Everything else.
 
         Raises:
-            ValueError: There is no checkpoint.
+            ValueError: There is no checkpoint, or `checkpoint_path` is a URI.
             pickle.UnpicklingError: It holds more than simple values, and `weights_only` is not ``False``.
         """
         strategy: Any = self
-        path = Path(strategy.broadcast(checkpoint_path))
+        path = _local_folder(strategy.broadcast(checkpoint_path))
         with dcp_default(reader=self._reader):  # before torch 2.6, None would unpickle meta.pt
             found: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
                 path, weights_only=weights_only is not False
@@ -140,6 +143,13 @@ class _ShardedCheckpoints(abc.ABC):
         if weights_only is False:
             return dict(torch.load(data, weights_only=False))
         return dict(load_vetted("checkpoint", data, "weights_only=False"))
+
+
+def _local_folder(given: Any) -> Path:
+    path = local_path(given)
+    if path is None:
+        raise ValueError(f"checkpoints of this strategy: wanted a local folder, found {shown_location(given)}")
+    return Path(path)
 
 
 class TensorizerFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):  # type: ignore[misc]

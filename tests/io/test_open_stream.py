@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
@@ -9,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from http_tools import quick, random_bytes
 from servers.http_faults import FaultyServer
 
+import tensorizer
 from tensorizer import stream_io
 from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
+from tensorizer.torch_compat import tensorizer_saving
 
 
 @pytest.mark.parametrize("as_type", [str, Path])
@@ -82,11 +86,148 @@ def test_a_pipe_cannot_be_opened_because_it_cannot_be_positioned(tmp_path):
         open_stream(str(tmp_path / "pipe"), "rb+")
 
 
-def test_a_path_object_is_local_whatever_it_looks_like(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with open_stream(Path("http://127.0.0.1/x"), "wb") as stream:
+class PathOf:
+    """A path object that keeps both slashes."""
+
+    def __init__(self, text):
+        self._text = text
+
+    def __fspath__(self):
+        return self._text
+
+
+STATE = {"a": torch.ones(1)}
+
+
+def written_by_a_serializer(path):
+    with tensorizer.TensorSerializer(path) as file:
+        file.write_state_dict(STATE)
+
+
+def written_by_a_stream(path):
+    with open_stream(path, "wb") as stream:
         stream.write(b"1")
-    assert (tmp_path / "http:" / "127.0.0.1" / "x").read_bytes() == b"1"
+
+
+def written_beside_a_pickle(path):
+    with tensorizer_saving(lambda _: path):
+        torch.save(STATE, "x.pt")
+
+
+def written_as_a_checkpoint(path):
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    from tensorizer.distributed import TensorizerWriter
+
+    checkpoint.save(STATE, storage_writer=TensorizerWriter(path))
+
+
+def written_by_lightning(path):
+    pytest.importorskip("lightning")
+    from tensorizer.integrations.lightning import TensorizerCheckpointIO
+
+    for async_save in (False, True):
+        plugin = TensorizerCheckpointIO(async_save=async_save)
+        with contextlib.ExitStack() as stack:
+            stack.callback(plugin.teardown)
+            plugin.save_checkpoint(STATE, path)
+
+
+def written_as_a_model(path):
+    transformers = pytest.importorskip("transformers")
+    from tensorizer.integrations.huggingface import save_pretrained
+
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+    save_pretrained(transformers.GPT2LMHeadModel(config), path)
+
+
+def written_as_a_folder(path):
+    from tensorizer.integrations.huggingface import serialize_model
+
+    serialize_model(torch.nn.Linear(1, 1), {"a": 1}, path)
+
+
+def loaded_as_a_model(path):
+    pytest.importorskip("transformers")
+    from tensorizer.integrations.huggingface import from_pretrained
+
+    return from_pretrained(None, path)
+
+
+WRITERS = {
+    "TensorSerializer": written_by_a_serializer,
+    "open_stream": written_by_a_stream,
+    "tensorizer_saving": written_beside_a_pickle,
+    "TensorizerWriter": written_as_a_checkpoint,
+    "TensorizerCheckpointIO": written_by_lightning,
+    "save_pretrained": written_as_a_model,
+    "save_file": lambda path: tensorizer.save_file(STATE, path),
+    "save_file of shards": lambda path: tensorizer.save_file(STATE, path, max_shard_size=4),
+    "convert": lambda path: tensorizer.convert("m.tensors", path),
+    "serialize_model": written_as_a_folder,
+}
+READERS = {
+    "TensorDeserializer": lambda path: tensorizer.TensorDeserializer(path, device="cpu"),
+    "open_stream": open_stream,
+    "load_file": tensorizer.load_file,
+    "inspect": tensorizer.inspect,
+    "verify": tensorizer.verify,
+    "convert": lambda path: tensorizer.convert(path, "other.tensors"),
+    "from_pretrained": loaded_as_a_model,
+    "cache": lambda path: open_stream("http://127.0.0.1:1/x", cache=path),
+}
+
+
+@pytest.mark.parametrize("door", WRITERS)
+def test_a_uri_that_lost_a_slash_is_refused_by_all_that_write(door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tensorizer.save_file(STATE, "m.tensors")
+    for path in (Path("s3://bucket/m.tensors"), "s3:/bucket/m.tensors", "https:/host/m.tensors", PathOf("hf://org/m.tensors"),
+                 Path("redis://h/m.tensors"), "simplecache::gs:/bucket/m.tensors"):  # fmt: skip
+        try:
+            WRITERS[door](path)
+        except Exception as error:
+            inner = [failure[0] for failure in getattr(error, "failures", {}).values()] or [error]
+            assert isinstance(inner[0], ValueError), (path, inner[0])
+            assert "://" in str(inner[0])
+        else:
+            pytest.fail(f"{path!r} was written")
+    assert {path.name for path in tmp_path.iterdir()} <= {"m.tensors", "x.pt"}
+
+
+@pytest.mark.parametrize("door", READERS)
+def test_a_uri_that_lost_a_slash_is_refused_by_all_that_read(door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("s3://bucket/m.tensors"), "s3:/bucket/m.tensors", PathOf("http://host/m.tensors")):
+        with pytest.raises(ValueError, match="://"):
+            READERS[door](path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_object_of_a_uri_is_refused_also_where_there_is_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("s3:/bucket")
+    tensorizer.save_file(STATE, "m.tensors")
+    for door in (*WRITERS.values(), *READERS.values()):
+        if door not in (WRITERS["TensorizerWriter"], READERS["cache"]):
+            with pytest.raises(ValueError, match="as a text"):
+                door(Path("s3://bucket/m.tensors"))
+    assert os.listdir("s3:/bucket") == []
+
+
+def test_a_text_names_a_folder_with_a_colon_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("run:")
+    for path in ("run:/m.tensors", "./new:/m.tensors", "c:/m.tensors", tmp_path / "s3:/m.tensors", "12:30/m.tensors"):
+        tensorizer.save_file(STATE, path)
+        assert tensorizer.load_file(path)["a"].tolist() == [1.0]
+
+
+def test_the_message_about_a_lost_slash_shows_no_password(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("https://user:topsecret@host/x?sig=topsecret"), "https:/user:topsecret@host/x?sig=topsecret"):
+        with pytest.raises(ValueError, match="https://host/x") as caught:
+            open_stream(path)
+        assert "topsecret" not in str(caught.value)
 
 
 def test_text_that_is_no_scheme_is_a_path(tmp_path, monkeypatch):
