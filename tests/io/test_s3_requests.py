@@ -29,7 +29,7 @@ from tensorizer.stream_io import HTTPOptions, open_stream
 from tensorizer.torch import save_file
 
 botocore = pytest.importorskip("botocore")
-pytest.importorskip("boto3")
+boto3 = pytest.importorskip("boto3")
 pytestmark = pytest.mark.timeout(180)
 
 PART = 64 << 10
@@ -493,6 +493,20 @@ class TestAnswersOfOtherServers:
         (200, {"ETag": ""}, b""),
         (204, {}, b""),
     )
+
+    @pytest.fixture(autouse=True, params=["our own client", "new clients of a program", "one client of a program"])
+    def clients(self, request, monkeypatch, store):
+        if request.param == "our own client":
+            return
+
+        def make_client():
+            settings = {"endpoint_url": store.endpoint, "region_name": "us-east-1"}
+            keys = {"aws_access_key_id": store.access_key, "aws_secret_access_key": store.secret_key}
+            return boto3.client("s3", **settings, **keys)
+
+        one = make_client()
+        factory = make_client if request.param == "new clients of a program" else lambda: one
+        monkeypatch.setattr(S3Recorder, "arguments", property(lambda self: {"s3_client_factory": factory}))
 
     def answer(self, monkeypatch, store, operation, answer):
         monkeypatch.setattr(store, f"_{operation}", lambda request: answer)

@@ -17,6 +17,7 @@ from tensorizer._io.s3.client import (
     chosen_checksums,
     configured_endpoint,
     enforce_scheme,
+    expect_answers,
     make_client,
     make_session,
     trust_of_parts,
@@ -201,6 +202,7 @@ def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Acces
     """
     if options.client_factory is not None:
         client = options.client_factory()
+        expect_answers(client)
         identity = _Identity((None, None), "credentials of the client factory", refreshes=True)
         config = getattr(client.meta, "config", None)
         checksums = getattr(config, "request_checksum_calculation", None)

@@ -150,7 +150,7 @@ def make_client(
     )
     if trust.path:
         _trust_folder(client, trust)
-    _expect_answers(client)
+    expect_answers(client)
     return client
 
 
@@ -243,8 +243,11 @@ _TOLD = {
 }
 
 
-def _expect_answers(client: Any) -> None:
-    """Has the client's writes and lists raise ``StreamError`` where boto3 takes a success that says nothing for one."""
+def expect_answers(client: Any) -> None:
+    """Has the client's writes and lists raise ``StreamError`` where boto3 takes a success that says nothing for one.
+
+    A client that was told already stays as it is.
+    """
     events = getattr(client.meta, "events", None)
     if events is not None:
         for operation in _TOLD:
