@@ -61,6 +61,14 @@ def leaves_no_descriptors():
     assert not left(), "descriptors left open"
 
 
+@pytest.fixture(params=[False, True], ids=["eager", "lazy"])
+def eager_and_lazy(request, monkeypatch):
+    """Runs a test once with each default of ``lazy_load``."""
+    from tensorizer import TensorDeserializer
+
+    monkeypatch.setitem(TensorDeserializer.__init__.__kwdefaults__, "lazy_load", request.param)
+
+
 def _reference_folder(config, release: str) -> Path:
     named = os.environ.get("TENSORIZER_REFERENCE_VENVS")
     if named:

@@ -559,7 +559,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         return self._verify if verify_hash is None else bool(verify_hash)
 
     def load(self, entries: Sequence[int], verify_hash: Optional[bool] = None) -> list[torch.nn.Parameter]:
-        """The parameters of `entries` (ascending), read where they are not kept, kept from then on.
+        """The parameters of `entries`, in any order, read where they are not kept, kept from then on.
 
         Names that stand for one tensor get one parameter.
         Those that are kept are verified as well where they were not verified when they were read, or where the caller
@@ -593,7 +593,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def _load(self, entries: Sequence[int], verify_hash: Optional[bool]) -> None:
         verify = self.must_verify(verify_hash)
-        missing = [i for i in entries if i not in self.kept]
+        missing = sorted([i for i in entries if i not in self.kept])  # a batch takes them in the order of the file
         asked_again = set(entries).difference(missing) if verify_hash else ()
         if missing:
             with self._reporting(missing) as report:

@@ -150,6 +150,7 @@ def test_every_dtype_survives_with_and_without_elements(dtype):
     assert_same(load(io.BytesIO(data), encryption=exact()[1], verify_hash=True), values)
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_a_module_with_meta_tensors_comes_back():
     model = net(1)
     stream = KeptBytesIO()

@@ -134,6 +134,7 @@ def test_a_model_goes_out_and_comes_back(original, tmp_path, kind, encrypted):
     assert report.startswith(convert_bytes(sum(t.nbytes for t in original.state_dict().values()) + 16 * 4 * 2 + 8))
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_the_marker_loads_as_a_zero_parameter_on_the_root(original, tmp_path):
     uri = tmp_path / "model.tensors"
     serialize(original, uri)

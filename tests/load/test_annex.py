@@ -147,6 +147,7 @@ WAYS = {
 
 @both_ties
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_tied_names_are_one_tensor_and_tied_again_in_a_module(ties, way):
     model = samples.net()
     data = module_bytes(model, ties=ties)
@@ -163,6 +164,7 @@ def test_tied_names_are_one_tensor_and_tied_again_in_a_module(ties, way):
     assert torch.equal(target.head.weight, model.head.weight)
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_modules_that_were_not_tied_are_tied_by_the_file_on_the_meta_device_too():
     data = module_bytes(samples.net(), ties="once")
     target = samples.Net()

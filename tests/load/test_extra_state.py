@@ -18,6 +18,8 @@ from tensorizer import DecryptionParams, EncryptionParams, FormatError, LoadErro
 from tensorizer._format import extra_state
 from tensorizer.torch import save_file
 
+pytestmark = pytest.mark.usefixtures("eager_and_lazy")
+
 
 class Keeper(nn.Module):
     """A linear layer with extra state."""
@@ -91,12 +93,10 @@ def test_extra_state_of_an_encrypted_file_is_encrypted_and_comes_back():
     stream = samples.KeptBytesIO()
     samples.write_module(stream, model, options={"encryption": EncryptionParams(b"k" * 32)}, include_extra_state=True)
     assert base64.b64encode(b"a secret of the module")[:20] not in stream.getvalue()
-    for lazy in (False, True):
-        target = Keeper()
-        options = {"encryption": DecryptionParams.from_key(b"k" * 32), "lazy_load": lazy}
-        with open_bytes(stream.getvalue(), **options) as deserializer:
-            deserializer.load_into_module(target)
-        samples.assert_same(target.state, model.state)
+    target = Keeper()
+    with open_bytes(stream.getvalue(), encryption=DecryptionParams.from_key(b"k" * 32)) as deserializer:
+        deserializer.load_into_module(target)
+    samples.assert_same(target.state, model.state)
 
 
 @pytest.mark.parametrize("state", [b"bytes", 3, [torch.ones(1)], {"a": {"b": "text"}}, {1: torch.ones(1)}], ids=repr)

@@ -93,6 +93,7 @@ def test_what_a_release_writes_loads_here_in_every_way(written_there):
             assert described(path, **options) == wanted, (path.stem, options)
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_a_module_that_a_release_wrote_goes_into_a_module_here(written_there):
     target = worker.Net()
     with torch.no_grad():

@@ -232,6 +232,7 @@ def test_shards_load_whatever_form_a_name_is_stored_in(tmp_path, extension):
         assert all(same(found[name], value) for name, value in state.items())
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_a_module_is_loaded_from_shards_of_tensors_files(tmp_path):
     model, target = samples.net(seed=1), samples.net(seed=2)
     samples.write_module(tmp_path / "m.tensors", model)

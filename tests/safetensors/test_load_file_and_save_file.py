@@ -649,6 +649,7 @@ def test_buffers_outside_the_state_dict_are_filled_in_models_with_ways_of_their_
         assert_same(target.state_dict(), source.state_dict())
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_a_module_under_two_names_is_saved_and_loaded_under_both(tmp_path):
     def model():
         shared, other = torch.nn.BatchNorm1d(2), torch.nn.Module()
@@ -693,6 +694,7 @@ class Calibrated(torch.nn.Module):
         self.state = state
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_extra_state_of_a_module_under_two_names_comes_back(tmp_path):
     def model(state):
         shared = Calibrated(state)
@@ -729,6 +731,7 @@ def test_a_module_whose_extra_state_exists_only_once_loaded_is_not_asked_for_it(
             load_model(Calibrated(), tmp_path / name)
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_different_contents_for_two_names_of_one_module_are_refused_or_the_first_counts(tmp_path):
     def model(tied):
         first = torch.nn.Linear(2, 2)

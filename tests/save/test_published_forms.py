@@ -47,6 +47,7 @@ def test_serializing_by_the_first_readme(original, tmp_path):
     serializer.close()
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_deserializing_by_the_first_readme(uri, model_ref, original):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -80,6 +81,7 @@ def test_deserializing_by_the_first_readme(uri, model_ref, original):
     assert_same_model(model, original)
 
 
+@pytest.mark.usefixtures("eager_and_lazy")
 def test_the_empty_state_dict_of_the_first_readme(uri, original):
     from tensorizer.utils import no_init_or_tensor
 
