@@ -17,7 +17,7 @@ from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import SourceArgument, reopener
-from tensorizer._load.arguments import DeviceArgument, target_device
+from tensorizer._load.arguments import DeviceArgument, check_filter, target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.reader import ReadOptions
 from tensorizer.encryption import DecryptionParams
@@ -459,14 +459,17 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 :func:`tensorizer.distributed.load_sharded`.
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`.
+            TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
         """
         from tensorizer._load.fit import ModuleView
         from tensorizer._load.modules import Filling, LoadedCount, ModuleFill, module_names
 
+        check_module(m, "for a state dict use module.load_state_dict(deserializer)")
+        check_filter(filter_func)
+        file = self._open_file
+        accepted = file.accepted_by(filter_func)
         try:
-            check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            file = self._open_file
-            stored = module_names(file, file.accepted_by(filter_func))
+            stored = module_names(file, accepted)
             how = Filling(ties="stored", by_modules=True)
             fill = ModuleFill(ModuleView(m), file, stored, how, strict, filter_func)
             try:

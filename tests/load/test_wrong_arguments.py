@@ -98,6 +98,24 @@ def test_load_into_module_refuses_a_state_dict_and_names_load_state_dict(path):
         assert_words(text, "OrderedDict", "load_state_dict")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ({"weight": torch.ones(2, 2)},),
+        (torch.nn.Linear,),
+        (torch.nn.Linear(2, 2), "bias"),
+        (torch.nn.Linear(2, 2), isinstance),
+    ],
+    ids=["a state dict", "a class", "a name as filter", "a filter that takes no name"],
+)
+def test_load_into_module_leaves_the_file_open_after_a_wrong_argument(path, arguments):
+    model = torch.nn.Linear(2, 2)
+    with TensorDeserializer(path, "cpu", lazy_load=True) as deserializer:
+        message(TypeError, deserializer.load_into_module, *arguments)
+        assert deserializer.load_into_module(model, strict=True) == 2
+        assert deserializer.verify_module(model)[0]
+
+
 @pytest.mark.parametrize("kind", [TensorDeserializer, TensorSerializer])
 @pytest.mark.parametrize("value", [None, torch.nn.Linear(2, 2), {}, 1.5, True], ids=lambda value: type(value).__name__)
 def test_what_is_no_file_at_all_is_refused_by_its_type(kind, value):
