@@ -430,7 +430,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
         If the file was written from a state dict, or is a ``.safetensors`` file, its names are those of the state dict
-        of `m`. Names that `m` lacks are reported as unexpected and skipped.
+        of `m`. Names that `m` lacks are reported as unexpected and skipped. If modules of `m` rename or change what is
+        in a state dict (hooks, a ``_load_from_state_dict`` or ``load_state_dict`` of their own), `m` gets it with
+        ``load_state_dict(..., assign=True)``, which may fail half way.
 
         Parameters are replaced, not copied into, so `m` may be on the meta device. ``requires_grad`` is kept from `m`.
         Buffers become plain tensors and keep their persistence. Extra states of the file are passed to
@@ -462,7 +464,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
         """
         from tensorizer._load.fit import ModuleView
-        from tensorizer._load.modules import Filling, LoadedCount, ModuleFill, module_names
+        from tensorizer._load.modules import Filling, LoadedCount, ModuleFill, is_state_dict, module_names
 
         check_module(m, "for a state dict use module.load_state_dict(deserializer)")
         check_filter(filter_func)
@@ -470,8 +472,10 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         accepted = file.accepted_by(filter_func)
         try:
             stored = module_names(file, accepted)
-            how = Filling(ties="stored", by_modules=True)
-            fill = ModuleFill(ModuleView(m), file, stored, how, strict, filter_func)
+            view = ModuleView(m)
+            hands_over = is_state_dict(file, stored.values()) and view.changes_state_dict and view.assigns
+            how = Filling(ties="stored", by_modules=not hands_over)
+            fill = ModuleFill(view, file, stored, how, strict, filter_func)
             try:
                 return LoadedCount(fill.run(verify_hash))
             finally:

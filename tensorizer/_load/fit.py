@@ -6,6 +6,7 @@ Both are made from names, shapes and dtypes alone, before a payload is read.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Optional
 
@@ -68,6 +69,8 @@ class ModuleView:
     @functools.cached_property
     def loads_itself(self) -> bool:
         """Whether its class has a ``load_state_dict`` of its own."""
+        if not isinstance(self.module, torch.nn.Module):  # it answers as much as a load needs
+            return False
         return getattr(self.module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict
 
     @functools.cached_property
@@ -87,9 +90,22 @@ class ModuleView:
         return any(module._load_state_dict_post_hooks for module in self.modules.values())
 
     @property
+    def changes_state_dict(self) -> bool:
+        """Whether modules may rename or change what is in a state dict."""
+        return self.loads_itself or bool(self._changing) or self._has_hooks
+
+    @property
     def takes_state_dict(self) -> bool:
         """Whether modules do more with a state dict than put tensors in their places, which names do not tell."""
-        return self.loads_itself or bool(self._changing) or self._has_hooks or bool(self.takers)
+        return self.changes_state_dict or bool(self.takers)
+
+    @property
+    def assigns(self) -> bool:
+        """Whether its ``load_state_dict`` can replace tensors, which one of its own class may not."""
+        if not self.loads_itself:
+            return True
+        parameters = inspect.signature(self.module.load_state_dict).parameters
+        return "assign" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def may_change(self, name: str) -> bool:
         """Whether a tensor of that name may be renamed, or may get another shape."""

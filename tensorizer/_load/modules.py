@@ -92,6 +92,7 @@ class ModuleFill:
     ) -> None:
         self._view, self._file, self._stored = view, file, stored
         self._how, self._strict, self._assign = how, strict, how.assign
+        self._expects = self._expects_of(filter_func)
         self._slots = view.slots  # and those that the module gets
         states = {state_name(path): state for path, state in file.extra_states().items()}
         self._states = {n: state for n, state in states.items() if filter_func is None or filter_func(n)}
@@ -100,7 +101,7 @@ class ModuleFill:
             there = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
             if any(map(self._replaces, there)):
                 self._assign = True  # load_state_dict replaces all or none
-        expects = self._expects_of(filter_func)
+        expects = self._expects
         self.report = decide(
             view,
             file,
@@ -298,14 +299,17 @@ class ModuleFill:
         state.update(self._states)
         state.update({name: state[other] for name, other in given.items() if other != name})
         left = {row.name for row in self.report.mismatched}
-        for group in self._view.groups:
+        made: dict[int, torch.Tensor] = {}
+        for group in self._groups:
             target = slots[group[0]].tensor
             first = next((tensors[name] for name in group if name in tensors), None)
             if first is None or target is None:
                 continue
             # One object under all names, so that what is assigned stays tied.
-            as_parameter = assign and isinstance(target, torch.nn.Parameter)
-            one = as_trainable_as(target, first) if as_parameter else first.detach()
+            one = made.get(id(first)) if self._how.ties == "stored" else None
+            if one is None:
+                as_parameter = assign and isinstance(target, torch.nn.Parameter)
+                one = made[id(first)] = as_trainable_as(target, first) if as_parameter else first.detach()
             state.update({name: one for name in group if slots[name].in_state_dict and name not in left})
         options: dict[str, Any] = {"assign": True} if assign else {}
         try:
@@ -315,15 +319,17 @@ class ModuleFill:
             )
         except RuntimeError as error:
             raise self.report.refusal(str(error)) from None
-        groups = [group for group in self._view.groups if not hidden.keys().isdisjoint(group)]
+        groups = [group for group in self._groups if not hidden.keys().isdisjoint(group)]
         self._place(hidden, groups)
-        unexpected = tuple(getattr(result, "unexpected_keys", ()))
-        loaded = tuple(name for name in tensors if name not in unexpected)
+        missing, unexpected = (tuple(getattr(result, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
+        loaded = tuple(name for name in tensors if name not in unexpected and name not in takers)
         self.report = dataclasses.replace(
             self.report,
             loaded=loaded,
             nbytes=sum(self._file.index.loaded_nbytes(self._stored[name]) for name in loaded),
-            missing=tuple(name for name in getattr(result, "missing_keys", ()) if name not in left),
+            missing=tuple(
+                name for name in missing if name not in left and (self._expects is None or self._expects(name))
+            ),
             unexpected=unexpected,
         )
         if self._strict and (self.report.missing or self.report.unexpected):
@@ -371,6 +377,12 @@ def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
             raise file_error(file.source_name, double_name((stored, name) for stored in names))
         found[name] = i
     return found
+
+
+def is_state_dict(file: OpenFile, entries: Iterable[int]) -> bool:
+    """Whether all of some entries were written from a state dict, and none of them as a tensor of a module."""
+    kind = file.index.type
+    return all(kind(i) == TensorType.STATE_DICT for i in entries)
 
 
 def place(

@@ -775,3 +775,124 @@ def test_a_torchscript_module_is_filled(tmp_path, compile):
         assert file.load_into_module(filled, strict=True) == 7
     assert_same(dict(filled.state_dict()), dict(model.state_dict()))
     assert torch.equal(filled(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+# -- modules that change state dicts ---------------------------------------------------------------------------------
+
+
+def weight_norm(module):
+    return torch.nn.utils.parametrizations.weight_norm(module)
+
+
+def with_old_names(state):
+    """A state dict as ``torch.nn.utils.weight_norm`` wrote it."""
+    new = ("parametrizations.weight.original0", "parametrizations.weight.original1")
+    return {name.replace(new[0], "weight_g").replace(new[1], "weight_v"): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("format", ["tensors", "safetensors"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_load_into_module_runs_the_hooks_that_rename_what_is_in_a_state_dict(tmp_path, format, device):
+    def make():
+        return nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2))
+
+    model, target = make(), make().to(device)
+    state = with_old_names(model.state_dict())
+    assert "0.weight_g" in state
+    save_file(state, tmp_path / "m", format=format)
+    target[1].bias.requires_grad_(False)
+    with TensorDeserializer(tmp_path / "m", device="cpu") as deserializer:
+        count = deserializer.load_into_module(target, strict=True)
+    assert (count, count.missing, count.unexpected) == (5, (), ())
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+    assert [value.requires_grad for value in target.parameters()] == [True, True, True, True, False]
+    report = tensorizer.torch.load_model(make(), tmp_path / "m")
+    assert set(report.loaded) == set(count.loaded)
+
+
+class Resizes(nn.Module):
+    """Changes the shape of its buffer to that of the file, as observers of quantized models do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(size))
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.seen = self.seen.new_zeros(state_dict[prefix + "seen"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_load_into_module_gives_modules_that_load_themselves_what_is_in_a_state_dict(tmp_path):
+    model = nn.Sequential(Resizes(5), nn.Linear(2, 2))
+    model[0].seen.fill_(3)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    target = nn.Sequential(Resizes(1), nn.Linear(2, 2))
+    with TensorDeserializer(tmp_path / "m.safetensors", device="cpu") as deserializer:
+        assert deserializer.load_into_module(target, strict=True) == 3
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+    wrong = nn.Sequential(Resizes(1), nn.Linear(3, 2))
+    with TensorDeserializer(tmp_path / "m.safetensors", device="cpu") as deserializer, pytest.raises(LoadError):
+        deserializer.load_into_module(wrong)
+    with TensorDeserializer(tmp_path / "m.safetensors", device="cpu") as deserializer:
+        count = deserializer.load_into_module(target, lambda name: name != "1.bias", strict=True)
+    assert count.missing == ()
+
+
+@pytest.mark.parametrize("takes_assign", [False, True])
+def test_a_load_state_dict_of_the_class_is_called_where_it_can_replace_tensors(tmp_path, takes_assign):
+    asked = []
+
+    class Own(nn.Linear):
+        if takes_assign:
+
+            def load_state_dict(self, state_dict, strict=True, assign=False):
+                asked.append(sorted(state_dict))
+                return super().load_state_dict(state_dict, strict, assign)
+        else:
+
+            def load_state_dict(self, state_dict, strict=True):
+                raise AssertionError("it cannot replace tensors")
+
+    model, target = nn.Linear(2, 2), Own(2, 2)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    with TensorDeserializer(tmp_path / "m.safetensors", device="cpu") as deserializer:
+        assert deserializer.load_into_module(target, strict=True) == 2
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+    assert asked == [["bias", "weight"]] * takes_assign
+
+
+@pytest.mark.parametrize("format", ["tensors", "safetensors"])
+def test_ties_and_extra_state_survive_a_load_through_hooks(tmp_path, format):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = weight_norm(nn.Linear(3, 3))
+            self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.scaled = Scaled(2, 2)
+
+    class Scaled(nn.Linear):
+        def get_extra_state(self):
+            return torch.tensor([3.0])
+
+        def set_extra_state(self, state):
+            self.got = state
+
+    model, target = Model(), Model()
+    model.head.weight = model.embed.weight
+    save_file(with_old_names(model.state_dict()), tmp_path / "m", format=format)
+    with TensorDeserializer(tmp_path / "m", device="cpu") as deserializer:
+        count = deserializer.load_into_module(target, strict=True)
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+    assert target.scaled.got.tolist() == [3.0]
+    assert "scaled._extra_state" not in count.loaded
+    assert target.head.weight is target.embed.weight
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_module_is_filled_from_a_state_dict(tmp_path):
+    plain = nn.Sequential(nn.Linear(3, 3), torch.nn.InstanceNorm1d(3, affine=True))
+    save_file(plain.state_dict(), tmp_path / "m.safetensors")
+    filled = torch.jit.script(nn.Sequential(nn.Linear(3, 3), torch.nn.InstanceNorm1d(3, affine=True)))
+    with TensorDeserializer(tmp_path / "m.safetensors", device="cpu") as file:
+        assert file.load_into_module(filled, strict=True) == 4
+    assert_same(dict(filled.state_dict()), dict(plain.state_dict()))
