@@ -20,6 +20,7 @@ from tensorizer._io.sources import SourceArgument, reopener
 from tensorizer._load.arguments import DeviceArgument, check_filter, target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.reader import ReadOptions
+from tensorizer._system import checks
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
@@ -426,6 +427,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         verify_hash: Optional[bool] = None,
         *,
         strict: bool = False,
+        prefix: str = "",
     ) -> LoadedCount:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
@@ -445,6 +447,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 that only `m` has. A name that it rejects does not count as missing.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
             strict: Raises if names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
+                Otherwise a warning says if nothing is placed and, without `filter_func`, which parameters of `m` the
+                file lacks.
+            prefix: Loads only the tensors whose name begins with this text, under the rest of their name:
+                ``prefix="model."`` loads ``model.lm_head.weight`` into ``lm_head.weight``. Steps of names of nested
+                containers are joined by dots.
 
         Returns:
             The number of tensors placed, which also has ``.loaded``, ``.missing``, ``.unexpected`` and
@@ -456,11 +463,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 Without `strict`, tensors of `m` on the meta device are replaced even so, with one warning.
             FormatError: Two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
-            NotImplementedError: The file holds nested containers; use ``m.load_state_dict(...)`` with one of
-                :meth:`tree`. Or `m` has DTensors, and is as it was; use
+            NotImplementedError: The file holds nested containers; pass `prefix`, or use ``m.load_state_dict(...)`` with
+                one of :meth:`tree`. Or `m` has DTensors, and is as it was; use
                 :func:`tensorizer.distributed.load_sharded`.
             VerificationError: As in the constructor. `m` is as it was.
-            ValueError: As in :meth:`read_tensors`.
+            ValueError: As in :meth:`read_tensors`; no name of the file begins with `prefix`.
             TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
         """
         from tensorizer._load.fit import ModuleView
@@ -469,13 +476,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         check_module(m, "for a state dict use module.load_state_dict(deserializer)")
         check_filter(filter_func)
         file = self._open_file
-        accepted = file.accepted_by(filter_func)
+        stored = module_names(file, file.accepted_by(filter_func), checks.text("prefix", prefix))
         try:
-            stored = module_names(file, accepted)
             view = ModuleView(m)
             hands_over = is_state_dict(file, stored.values()) and view.changes_state_dict and view.assigns
-            how = Filling(ties="stored", by_modules=not hands_over)
-            fill = ModuleFill(view, file, stored, how, strict, filter_func)
+            how = Filling(ties="stored", by_modules=not hands_over, tells_unfilled=True)
+            fill = ModuleFill(view, file, stored, how, strict, filter_func, prefix)
             try:
                 return LoadedCount(fill.run(verify_hash))
             finally:

@@ -222,7 +222,8 @@ def load_model_folder(
     with TensorDeserializer(
         tensors_uri, device=device, dtype=dtype, lazy_load=True, stream_options=options, **deserializer_options
     ) as deserializer:
-        deserializer.load_into_module(model)
+        # With a filter it does not warn of missing parameters: those that no tie fills are an error below.
+        deserializer.load_into_module(model, filter_func=lambda name: True)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]

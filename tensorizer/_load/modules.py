@@ -19,7 +19,7 @@ from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
-from tensorizer._load.report import LoadReport, Misfit
+from tensorizer._load.report import LoadReport, Misfit, misplaced
 from tensorizer._system.devices import ordinary_tensors
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -40,6 +40,8 @@ class Filling(NamedTuple):
     """Whether the file lists what modules hold, as ``load_into_module`` takes it, and not a state dict."""
     ignores_sizes: bool = False
     """Whether tensors of another shape or kind stay as they are."""
+    tells_unfilled: bool = False
+    """Whether a warning names parameters that stay as they were; without, the report does alone."""
 
 
 class LoadedCount(int):
@@ -89,13 +91,18 @@ class ModuleFill:
         how: Filling,
         strict: bool,
         filter_func: Optional[FilterFuncType] = None,
+        prefix: str = "",
     ) -> None:
         self._view, self._file, self._stored = view, file, stored
         self._how, self._strict, self._assign = how, strict, how.assign
-        self._expects = self._expects_of(filter_func)
+        self._expects = self._expects_of(filter_func, prefix)
         self._slots = view.slots  # and those that the module gets
         states = {state_name(path): state for path, state in file.extra_states().items()}
-        self._states = {n: state for n, state in states.items() if filter_func is None or filter_func(n)}
+        self._states = {
+            name[len(prefix) :]: state
+            for name, state in states.items()
+            if name.startswith(prefix) and (filter_func is None or filter_func(name))
+        }
         self.hands_over = not how.by_modules and view.takes_state_dict
         if self.hands_over:
             there = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
@@ -129,7 +136,7 @@ class ModuleFill:
 
     # ---- what was decided -------------------------------------------------------------------------------------------
 
-    def _expects_of(self, filter_func: Optional[FilterFuncType]) -> Optional[Callable[[str], bool]]:
+    def _expects_of(self, filter_func: Optional[FilterFuncType], prefix: str) -> Optional[Callable[[str], bool]]:
         """Whether the file should have a name that it lacks: not where a filter keeps the file from giving it.
 
         Strict loads are narrowed on both sides: what the filter refuses need not be in the file.
@@ -139,7 +146,8 @@ class ModuleFill:
         in_file = set(self._file.names)
 
         def expects(name: str) -> bool:
-            stored_name = name if "." in name or name in self._view.takers else f".{name}"
+            of_root = not prefix and "." not in name and name not in self._view.takers
+            stored_name = f".{name}" if of_root else prefix + name
             return stored_name not in in_file and (not self._strict or bool(filter_func(stored_name)))
 
         return expects
@@ -162,8 +170,8 @@ class ModuleFill:
     def run(self, verify_hash: Optional[bool] = None) -> LoadReport:
         """Refuses what does not fit, reads and places the rest; after an error of reading the module is as it was.
 
-        Emits one warning (on behalf of the caller's caller) for meta tensors that are replaced by others of another
-        shape or kind.
+        Warns (on behalf of the caller's caller) of meta tensors that are replaced by others of another shape or kind,
+        and of parameters that are left as they were, unless somebody chose by a filter what is loaded.
 
         Raises:
             KeyError: The module has no such submodule, or something else of the name.
@@ -181,11 +189,11 @@ class ModuleFill:
         tensors = dict(zip(names, self._file.load([self._stored[name] for name in names], verify_hash)))
         self._states.update({name: tensors.pop(name).detach() for name in states})
         self._note_conflicts(tensors)
-        if self._how.by_modules:
-            self._warn()
         if self.hands_over:
             self._hand_over(tensors)
+            self._warn()
         else:
+            self._warn()
             self.put(tensors)
         self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - begin)
         return self.report
@@ -209,7 +217,10 @@ class ModuleFill:
             slot, kind = self._slots.get(name), self._file.index.type(self._stored[name])
             is_buffer = kind == TensorType.BUFFER
             if slot is None or (is_buffer is not slot.is_buffer and kind != TensorType.STATE_DICT):
-                new[name] = _new_slot(self._view.modules, name, is_buffer)
+                try:
+                    new[name] = _new_slot(self._view.modules, name, is_buffer)
+                except KeyError as error:
+                    raise KeyError(f"{error.args[0]}{misplaced(report.unexpected, set(report.missing))}") from None
         if refused:
             raise report.error(refused, strict=False)
         copied = [] if self._assign is True or self.hands_over else report.loaded
@@ -337,14 +348,16 @@ class ModuleFill:
 
     def _warn(self) -> None:
         report = self.report
-        if report.mismatched:
+        texts = [self._unfilled() if self._how.tells_unfilled else ""]
+        if self._how.by_modules and report.mismatched:
             rows = [f"{row.name} (file {row.file}, module {row.model})" for row in report.mismatched]
-            warnings.warn(
-                f"{report.source}: {len(rows)} tensors of {report.module} on the meta device are replaced by "
-                f"tensors of another shape or kind: {'; '.join(rows)}",
-                stacklevel=4,
+            texts.append(
+                f"{len(rows)} tensors of {report.module} on the meta device are replaced by "
+                f"tensors of another shape or kind: {'; '.join(rows)}"
             )
-        if self.left_on_meta:
+        if any(texts):
+            warnings.warn(f"{report.source}: {'. '.join(filter(None, texts))}", stacklevel=4)
+        if self._how.by_modules and self.left_on_meta:
             names, more = self.left_on_meta[:20], len(self.left_on_meta) > 20
             logger.warning(
                 "%s has no data for %d tensors of %s, which stay on the meta device: %s",
@@ -354,14 +367,42 @@ class ModuleFill:
                 ", ".join(names) + (", …" if more else ""),
             )
 
+    def _unfilled(self) -> str:
+        """What to say if parameters of the module, or all of it, stay as they were; nothing if none do."""
+        report, slots, takers = self.report, self._view.slots, self._view.takers
+        lacking = [name for name in report.missing if name in slots]
+        if report.loaded or not takers.keys().isdisjoint((*self._states, *self._stored)):
+            lacking = [name for name in lacking if self._expects is None and not slots[name].is_buffer]
+            if not lacking:
+                return ""
+            many = len(lacking) > 1
+            text = f"{len(lacking)} {'parameters' if many else 'parameter'} of {report.module} "
+            text += "stay as they are" if many else "stays as it is"
+        elif self._stored or slots:
+            text = f"nothing is loaded into {report.module}"
+        else:
+            return ""
+        if lacking:
+            text += f": the file has no {', '.join(map(repr, lacking[:3]))}{', …' if len(lacking) > 3 else ''}"
+        loaded = set(report.loaded)
+        return f"{text}{misplaced([n for n in self._stored if n not in loaded], set(lacking))}"
 
-def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
+
+def module_names(file: OpenFile, entries: Sequence[int], prefix: str = "") -> dict[str, int]:
     """Entries by the state-dict name of a tensor of a module.
+
+    Args:
+        file: The file.
+        entries: Of what may be loaded.
+        prefix: Selects the names that begin with it, and is no part of them in the module.
 
     Raises:
         FormatError: Two tensors have one name.
-        NotImplementedError: The file holds nested containers.
+        NotImplementedError: The file holds nested containers, and no `prefix` is given.
+        ValueError: No name begins with `prefix`.
     """
+    if prefix:
+        return _names_behind(prefix, file, entries)
     found: dict[str, int] = {}
     for i in entries:
         name = file.names[i]
@@ -376,6 +417,22 @@ def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
             names = file.names[found[name]], file.names[i]
             raise file_error(file.source_name, double_name((stored, name) for stored in names))
         found[name] = i
+    return found
+
+
+def _names_behind(prefix: str, file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
+    names = [file.names[i] for i in entries]
+    texts = [name if isinstance(name, str) else ".".join(map(str, name)) for name in names]
+    chosen = [(text[len(prefix) :], i) for text, i in zip(texts, entries) if text.startswith(prefix) and text != prefix]
+    if not chosen:
+        beginnings = list(dict.fromkeys(text[: text.find(".") + 1] or text for text in texts))
+        raise ValueError(
+            f"prefix: no tensor of {file.source_name} has a name that begins with {prefix!r:.200}; they begin with "
+            f"{listed(beginnings) or 'nothing: there are none'}"
+        )
+    found = dict(chosen)
+    if len(found) < len(chosen):
+        raise file_error(file.source_name, double_name((file.names[i], text) for text, i in chosen))
     return found
 
 

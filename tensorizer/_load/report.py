@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Union
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -162,6 +162,40 @@ class LoadReport:
         error = LoadError(text)
         error.report, error.source = self, self.source
         return error
+
+
+def misplaced(stored: Iterable[str], lacking: Collection[str]) -> str:
+    """Where tensors are that a module lacks, if the file or the module has them one or more levels deeper; or nothing.
+
+    Args:
+        stored: Names of the file that have no place in the module.
+        lacking: Names of the module that the file lacks.
+    """
+    stored = list(stored)
+    found = _beginning(stored, lacking)
+    if found is not None:
+        prefix, name = found
+        return f"; the file has {prefix + name!r}, the module {name!r}: load_into_module(..., prefix={prefix!r})?"
+    found = _beginning(lacking, set(stored))
+    if found is not None:
+        prefix, name = found
+        return f"; the file has {name!r}, the module {prefix + name!r}: load into its submodule {prefix[:-1]!r}?"
+    return ""
+
+
+def _beginning(longer: Iterable[str], shorter: Collection[str]) -> Optional[tuple[str, str]]:
+    """What stands in front of most of the `shorter` names among the `longer` ones, and the first of these names."""
+    found: dict[str, list[str]] = {}
+    for name in longer:
+        at = name.find(".")
+        while at >= 0:
+            if name[at + 1 :] in shorter:
+                found.setdefault(name[: at + 1], []).append(name[at + 1 :])
+            at = name.find(".", at + 1)
+    if not found:
+        return None
+    prefix = max(found, key=lambda key: len(found[key]))
+    return prefix, found[prefix][0]
 
 
 def _listed(lines: Sequence[str]) -> str:

@@ -346,7 +346,14 @@ def test_meta_tensors_of_another_shape_are_replaced_and_one_warning_names_them()
     with pytest.warns(UserWarning, match="0.weight") as caught, open_bytes(module_bytes(model)) as deserializer:
         count = deserializer.load_into_module(target)
     (warning,) = caught
-    for part in ("1.weight", "1.bias", "torch.Size([4, 4])", "torch.Size([4, 8])", "complex64"):
+    for part in (
+        "1.weight",
+        "1.bias",
+        "torch.Size([4, 4])",
+        "torch.Size([4, 8])",
+        "complex64",
+        "no '2.weight', '2.bias'",
+    ):
         assert part in str(warning.message)
     assert warning.filename == __file__
     assert samples.same(target[0].weight, model[0].weight)
@@ -362,7 +369,7 @@ def test_meta_tensors_of_another_shape_are_replaced_and_one_warning_names_them()
 def test_names_that_stay_on_the_meta_device_are_logged(caplog):
     with torch.device("meta"):
         target = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with caplog.at_level("WARNING", "tensorizer"):
+    with caplog.at_level("WARNING", "tensorizer"), pytest.warns(UserWarning, match="stay as they are"):
         count = load_into(target, module_bytes(nn.Sequential(nn.Linear(4, 4))))
     (record,) = caplog.records
     assert "1.weight" in record.getMessage()
@@ -471,7 +478,7 @@ def test_a_name_that_the_file_lacks_follows_the_one_it_is_tied_to():
 def test_the_count_is_an_int_in_every_respect_and_its_report_joins_names_that_differ_in_one_number():
     target = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(40))
     model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-    with open_bytes(module_bytes(model)) as deserializer:
+    with open_bytes(module_bytes(model)) as deserializer, pytest.warns(UserWarning, match="37 parameters"):
         count = deserializer.load_into_module(target)
     assert "{3...39}.weight" in repr(deserializer.report)
     assert len(repr(deserializer.report).splitlines()) == 3
@@ -896,3 +903,105 @@ def test_a_torchscript_module_is_filled_from_a_state_dict(tmp_path):
     with TensorDeserializer(tmp_path / "m.safetensors", device="cpu") as file:
         assert file.load_into_module(filled, strict=True) == 4
     assert_same(dict(filled.state_dict()), dict(plain.state_dict()))
+
+
+# -- what stays as it was --------------------------------------------------------------------------------------------
+
+
+def one_warning(call) -> str:
+    with pytest.warns(UserWarning, match="loaded|stay") as caught:
+        call()
+    (warning,) = caught
+    assert warning.filename == __file__
+    return str(warning.message)
+
+
+def test_load_into_module_warns_of_parameters_that_stay_as_they_are(tmp_path):
+    model, target = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    samples.write_module(tmp_path / "m.tensors", model)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    for path in (tmp_path / "m.tensors", tmp_path / "m.safetensors"):
+        words = "6 parameters of Sequential stay as they are: the file has no '1.weight', '1.bias', '2.weight', …"
+        with TensorDeserializer(path, device="cpu") as file:
+            assert one_warning(lambda: file.load_into_module(target)) == f"{path}: {words}"
+        assert tensorizer.torch.load_model(target, path, strict=False).missing  # a report, which says it
+
+
+def test_load_into_module_warns_where_it_places_nothing_and_names_the_prefix(tmp_path):
+    head, bare = {"lm_head.weight": torch.ones(2, 2)}, nn.ModuleDict({"lm_head": nn.Linear(2, 2, bias=False)})
+    wrapped, path = {f"model.{name}": value for name, value in head.items()}, tmp_path / "wrapped.tensors"
+    save_file(wrapped, path)
+    save_file(head, tmp_path / "bare.tensors")
+    with TensorDeserializer(path, device="cpu") as file:
+        words = (
+            "nothing is loaded into ModuleDict: the file has no 'lm_head.weight'; the file has 'model.lm_head.weight', "
+        )
+        words += "the module 'lm_head.weight': load_into_module(..., prefix='model.')?"
+        assert one_warning(lambda: file.load_into_module(bare)) == f"{path}: {words}"
+    only_buffers = nn.Module()
+    only_buffers.register_buffer("seen", torch.ones(2))
+    others = {
+        "the module 'model.lm_head.weight': load into its submodule 'model'": nn.ModuleDict({"model": bare}),
+        "nothing is loaded into Module: the file has no 'seen'": only_buffers,
+        "nothing is loaded into ReLU": nn.ReLU(),
+    }
+    with TensorDeserializer(tmp_path / "bare.tensors", device="cpu", lazy_load=False) as file:
+        for words, module in others.items():
+            assert words in one_warning(lambda: file.load_into_module(module))  # noqa: B023
+    samples.write_module(tmp_path / "m.tensors", nn.ModuleDict({"model": bare}))
+    with (
+        TensorDeserializer(tmp_path / "m.tensors", device="cpu") as file,
+        pytest.raises(KeyError, match=r"no submodule 'model.lm_head'.*prefix='model\.'"),
+    ):
+        file.load_into_module(bare)
+
+
+def test_load_into_module_is_silent_where_somebody_chose_or_only_buffers_are_missing(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    save_file(dict(model.named_parameters()), tmp_path / "m.tensors")
+    for options in ({}, {"filter_func": lambda name: name == "0.bias"}):
+        with TensorDeserializer(tmp_path / "m.tensors", device="cpu") as deserializer:
+            count = deserializer.load_into_module(model, **options)
+        assert count.missing
+    save_file({}, tmp_path / "empty.safetensors")
+    with TensorDeserializer(tmp_path / "empty.safetensors", device="cpu") as deserializer:
+        assert deserializer.load_into_module(nn.ReLU()) == 0
+
+
+def test_load_into_module_takes_a_prefix_off_the_names_of_the_file(tmp_path):
+    class Keeper(nn.Linear):
+        def get_extra_state(self):
+            return torch.ones(3)
+
+        def set_extra_state(self, state):
+            self.got = state
+
+    def make():
+        return nn.Sequential(Keeper(2, 2), nn.Linear(2, 2), weight_norm(nn.Linear(2, 2)))
+
+    model = make()
+    whole = nn.ModuleDict({"trained": nn.ModuleDict({"model": model}), "other": nn.Linear(2, 2)})
+    samples.write_module(tmp_path / "module.tensors", whole, include_extra_state=True)
+    save_file(with_old_names(whole.state_dict()), tmp_path / "m.safetensors")
+    samples.write_state_dict(
+        tmp_path / "nested.tensors", {"trained": {"model": dict(model.state_dict())}, "n": torch.ones(1)}
+    )
+    for name in ("module.tensors", "m.safetensors", "nested.tensors"):
+        target = make()
+        with TensorDeserializer(tmp_path / name, device="cpu") as deserializer:
+            count = deserializer.load_into_module(target, strict=True, prefix="trained.model.")
+        assert (count, count.missing, count.unexpected) == (7, (), ()), name
+        assert_same(dict(target.state_dict()), dict(model.state_dict()))
+        assert target[0].got.tolist() == [1, 1, 1]
+    with TensorDeserializer(tmp_path / "m.safetensors", device="cpu", lazy_load=True) as deserializer:
+        with pytest.raises(ValueError, match=r"begins with 'model\.'; they begin with 'other\.', 'trained\.'"):
+            deserializer.load_into_module(model, prefix="model.")
+        with pytest.raises(TypeError, match="prefix"):
+            deserializer.load_into_module(model, prefix=("trained",))
+        asked = []
+        count = deserializer.load_into_module(
+            make(), lambda name: asked.append(name) or "model.1." in name, prefix="trained.model.", strict=True
+        )
+        assert sorted(count.loaded) == ["1.bias", "1.weight"]
+        assert "trained.model.1.weight" in asked
+        assert count.missing == ()
