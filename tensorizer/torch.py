@@ -8,7 +8,8 @@ They return a ``dict`` of plain tensors without a gradient, on the CPU unless yo
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
@@ -316,6 +317,9 @@ class safe_open(AbstractContextManager["safe_open"]):
         try:
             self._metadata = self._file.metadata()
             self._entries = flat_names(self._file)
+            # Of tensors with several names: the name that one was given out under last, and that tensor while it lives.
+            self._tied: dict[int, Optional[tuple[str, Callable[[], Optional[torch.Tensor]]]]]
+            self._tied = dict.fromkeys(self._file.aliases.values())
         except BaseException:
             self._file.close()
             raise
@@ -337,16 +341,32 @@ class safe_open(AbstractContextManager["safe_open"]):
         return [name for name, i in self._entries.items() if i not in aliases]
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """One tensor, read now.
+        """One tensor, read now. The file keeps none, but as long as you keep one, its aliases are that tensor.
 
         Raises:
             KeyError: There is none of that name.
         """
-        return self._file.load_one(self._entries[name]).detach()
+        i = self._entries[name]
+        record = self._file.aliases.get(i, i)
+        if record not in self._tied:
+            return self._file.read_one(record)
+        given_as, given = self._tied[record] or (name, lambda: None)
+        tensor = given() if given_as != name else None
+        if tensor is None:
+            tensor = self._file.read_one(record)
+            self._tied[record] = name, weakref.ref(tensor)
+        return tensor
 
     def get_tensors(self, names: Optional[Sequence[str]] = None) -> dict[str, torch.Tensor]:
-        """Several tensors, ``None`` for all, by name."""
-        return {name: self.get_tensor(name) for name in (self.keys() if names is None else names)}
+        """Several tensors, ``None`` for all, by name; read together. Aliases of one tensor are the same object.
+
+        Raises:
+            KeyError: There is none of one of the names.
+        """
+        entries = {name: self._entries[name] for name in (self.keys() if names is None else names)}
+        chosen = sorted(set(entries.values()))
+        tensors = dict(zip(chosen, self._file.read_plain(chosen)))
+        return {name: tensors[i] for name, i in entries.items()}
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor of which parts can be read: ``get_slice(name)[2:4]`` reads the rows it needs.

@@ -130,6 +130,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         self._headers: dict[int, tuple[Sequence[int], _C.LoadedHeaders]] = {}
         self._verify = False
         self._ahead = _ReadAhead(self.index, self.selection) if self.network else None
+        self._waiting: dict[int, torch.Tensor] = {}  # what was read ahead for `read_one`
         self._lock = threading.Lock()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -590,6 +591,30 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             except (FormatError, VerificationError, CryptographyError):
                 self._ahead = None  # it may be another one that is damaged: from now on each for itself
         return self.load([i])[0]
+
+    def read_one(self, i: int) -> torch.Tensor:
+        """One plain tensor, read now, of which nothing is kept.
+
+        Over a network, those that a loop will ask for next come along: the last of them, 16 MiB at most, wait for it.
+        """
+        i = self.aliases.get(i, i)
+        if self._ahead is None:
+            return self.read_plain([i])[0]
+        with self._lock:
+            together = self._ahead.together_with(i, self._waiting)
+            waiting = self._waiting.pop(i, None)
+        if waiting is not None:
+            return waiting
+        if len(together) > 1:
+            try:
+                first, *others = self.read_plain(together)
+            except (FormatError, VerificationError, CryptographyError):
+                self._ahead = None  # it may be another one that is damaged: from now on each for itself
+            else:
+                with self._lock:
+                    self._waiting = dict(zip(together[1:], others))
+                return first
+        return self.read_plain([i])[0]
 
     def _load(self, entries: Sequence[int], verify_hash: Optional[bool]) -> None:
         verify = self.must_verify(verify_hash)

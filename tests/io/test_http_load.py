@@ -13,8 +13,9 @@ from http_tools import nothing_left, quick
 from servers.http_faults import GOOD, FaultyServer, Reply
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
-from tensorizer.errors import FormatError, HashMismatchError, StreamError, TensorizerError
+from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, StreamError, TensorizerError
 from tensorizer.stream_io import open_stream
+from tensorizer.torch import safe_open
 
 KEY = EncryptionParams.random()
 
@@ -126,6 +127,36 @@ def test_a_loop_over_a_lazy_object_reads_ahead():
         for name, tensor in loaded.items():
             assert torch.equal(tensor, MANY[name]), name
         assert len(server.requests) < 30
+
+
+def test_a_loop_over_safe_open_reads_ahead_and_keeps_16_mib_at_most():
+    stream_options = {"http_options": quick(unit_nbytes=16 << 20)}
+    with FaultyServer(MANY_FILE) as server, safe_open(server.url, stream_options=stream_options) as file:
+        for name in file.keys():  # noqa: SIM118
+            assert torch.equal(file.get_tensor(name), MANY[name]), name
+        assert len(server.requests) < 30
+        file.get_tensor("t100").zero_()
+        assert torch.equal(file.get_tensor("t100"), MANY["t100"])
+        assert sum(tensor.nbytes for tensor in file._file._waiting.values()) <= 16 << 20
+        assert not file._file.kept
+
+
+def test_damage_is_found_at_its_tensor_when_safe_open_reads_ahead():
+    sealed = samples.state_dict_bytes(MANY, encryption=KEY)
+    damaged = bytearray(sealed)
+    damaged[len(sealed) // 2] ^= 1
+    key = DecryptionParams.from_key(KEY.key)
+    right = []
+    with (
+        FaultyServer(bytes(damaged)) as server,
+        safe_open(server.url, encryption=key, stream_options={"http_options": quick()}) as file,
+    ):
+        for name in file.keys():  # noqa: SIM118
+            try:
+                right.append(torch.equal(file.get_tensor(name), MANY[name]))
+            except CryptographyError as error:
+                right.append(name in str(error))
+    assert right == [True] * len(MANY)
 
 
 def test_what_is_asked_for_out_of_order_is_read_alone():

@@ -11,6 +11,8 @@ import torch
 from places import TESTS
 from samples import tensor
 
+from tensorizer.torch import save_file
+
 pytestmark = [
     pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here"),
     pytest.mark.xdist_group("memory"),  # they share a large file
@@ -87,6 +89,20 @@ def test_a_mapped_load_and_lazy_opening_need_next_to_nothing(measure, large, opt
     """
     (peak,) = measure(large, program)
     assert peak < 32
+
+
+@pytest.mark.parametrize("name", ["m.tensors", "m.safetensors"])
+def test_a_walk_with_safe_open_keeps_none_of_the_tensors(measure, folder, name):
+    save_file({f"t{i:02}": torch.full((MIB,), i, dtype=torch.float32) for i in range(24)}, folder / name)
+    program = """
+    from tensorizer import safe_open
+    with safe_open(path) as file, peak_growth() as growth:
+        for i, name in enumerate(file.keys()):
+            assert int(file.get_tensor(name)[-1]) == i
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(folder / name, program)
+    assert peak < 32  # of 96
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,29 @@ def test_safe_open_reads_what_is_asked_for(tmp_path):
                 part[::-1]
 
 
+def test_safe_open_reads_a_tensor_anew_and_one_object_stands_for_all_names_of_a_tensor_that_lives(tmp_path):
+    weight = torch.arange(6.0).reshape(2, 3)
+    for name in FORMATS:
+        save_file({"embed": weight, "head": weight, "bias": torch.ones(3)}, tmp_path / name)
+        with safe_open(tmp_path / name) as file:
+            for changed in (file.get_tensor("embed"), file.get_tensor("bias")):
+                changed.zero_()
+            assert file.get_tensor("bias").equal(torch.ones(3))
+            embed = file.get_tensor("embed")
+            assert embed.equal(weight)
+            assert type(embed) is torch.Tensor
+            assert not embed.requires_grad
+            if "head" in file._file.names:  # .safetensors tells of ties by its metadata only
+                assert file.get_tensor("head") is embed
+            both = file.get_tensors(["head", "embed", "head"])
+            assert list(both) == ["head", "embed"]
+            assert both["embed"].equal(weight)
+            assert both["head"].equal(weight)
+            assert file.get_tensors().keys() == {"embed", "head", "bias"}
+            with pytest.raises(KeyError):
+                file.get_tensors(["bias", "missing"])
+
+
 def test_a_slice_reads_only_its_rows(tmp_path):
     save_file({"b": torch.ones(1000, 1024)}, tmp_path / "m.safetensors")
     with safe_open(tmp_path / "m.safetensors") as file:
