@@ -310,8 +310,14 @@ def read_pickled(
 
 
 def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    maps = _head(path).startswith(_ZIP)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_head(path).startswith(_ZIP))
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
+        except RuntimeError as error:
+            if not maps or "unable to mmap" not in str(error):
+                raise
+            content = torch.load(path, map_location="cpu", weights_only=True)  # its file system cannot map
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon

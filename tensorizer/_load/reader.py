@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from tensorizer._system.config import env_seconds, env_text, ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, MissingHashError
+
+logger = logging.getLogger("tensorizer.serialization")
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 _BATCH_NBYTES = 256 << 20
@@ -407,7 +410,12 @@ def open_reader(
     if maps:
         if not isinstance(opened.source, _C.FileSource):
             raise ValueError(f"mmap=True: {opened.name} cannot be mapped; only local files can")
-        mapping = opened.source.map()
+        try:
+            mapping = opened.source.map()
+        except OSError as error:  # some file systems cannot, of which nobody has a list
+            if options.mmap:
+                raise
+            logger.debug("%s: read, since it cannot be mapped: %s", opened.name, error)
     handle = Handle(opened.source, keys, mapping, opened.close)
     return FileReader(handle, index, names, selection, max_workers, direct_io, options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -467,6 +468,17 @@ def test_by_default_a_model_on_the_cpu_is_mapped_where_nothing_speaks_against_it
     assert len(shards) > 1
     assert all(any(p.data_ptr() in place for place in places) for p in sharded.parameters())
 
+    def fail(_source):
+        raise OSError(errno.ENODEV, "a file system that cannot map")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_C.FileSource, "map", fail)
+        for folder in ("tensors", "safetensors", "sharded"):
+            read = from_pretrained(None, tmp_path / folder)
+            assert all(map(torch.equal, read.parameters(), model.parameters()))
+            assert not any(is_mapped(read, file) for file in (tmp_path / folder).glob("*.*tensors"))
+        with pytest.raises(OSError, match="cannot map"):
+            from_pretrained(None, tmp_path / "tensors", mmap=True)
     monkeypatch.setattr(_C.FileSource, "on_network_file_system", lambda self: True)
     [file] = (tmp_path / "tensors").glob("model.*")
     assert not is_mapped(from_pretrained(None, tmp_path / "tensors"), file)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import inspect
 import io
+import os
 import re
 import weakref
 from collections.abc import Mapping
@@ -19,7 +21,8 @@ import torch
 from samples import assert_same, load, state_dict_bytes, tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorizer import TensorDeserializer, TensorSerializer, TensorType, errors, serialization
+import tensorizer
+from tensorizer import _C, TensorDeserializer, TensorSerializer, TensorType, errors, serialization
 
 VALUES = {
     "a": tensor((5, 3), seed=1),
@@ -678,6 +681,21 @@ def test_a_mapped_load_gives_views_of_the_file_that_keep_the_mapping_alive(mappe
     del found
     gc.collect()
     assert mappings_of(mapped_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENODEV, errno.ENOMEM, errno.EACCES])
+def test_a_file_that_cannot_be_mapped_is_read_unless_a_mapping_was_asked_for(mapped_path, monkeypatch, code):
+    def fail(_source):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(_C.FileSource, "map", fail)
+    assert_same(load(mapped_path, mmap=None), VALUES)
+    assert tensorizer.load_file(mapped_path, backend="mmap").keys() == VALUES.keys()
+    with tensorizer.safe_open(mapped_path, backend="mmap") as file:
+        assert file.get_tensor("a").equal(VALUES["a"])
+    assert mappings_of(mapped_path) == []
+    with pytest.raises(OSError, match=os.strerror(code)):
+        load(mapped_path, mmap=True)
 
 
 def test_writing_into_a_mapped_tensor_never_reaches_the_file(mapped_path):

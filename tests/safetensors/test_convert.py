@@ -196,6 +196,17 @@ class Canary:
         return (open, (str(self.path), "w"))
 
 
+@reads_pickles
+def test_pickled_files_that_cannot_be_mapped_are_read(tmp_path, monkeypatch):
+    def fail(*_arguments):
+        raise RuntimeError("unable to mmap 24 bytes from file <m.pt>: No such device (19)")
+
+    torch.save({"a": torch.arange(6.0)}, tmp_path / "m.pt")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    tensorizer.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    assert tensorizer.load_file(tmp_path / "m.safetensors")["a"].equal(torch.arange(6.0))
+
+
 def test_a_safetensors_file_whose_first_byte_is_that_of_a_pickle_keeps_its_metadata(tmp_path):
     source, target = tmp_path / "m.safetensors", tmp_path / "new.safetensors"
     begun = 0
