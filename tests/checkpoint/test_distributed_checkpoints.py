@@ -508,6 +508,60 @@ def test_code_that_names_no_storage_uses_ours_in_the_block_and_still_reads_what_
         pass
 
 
+def test_in_the_block_the_names_of_torchs_storage_are_classes_and_those_derived_from_them_stay_themselves(tmp_path):
+    from torch.distributed.checkpoint.staging import AsyncStager
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+    genuine, made_before = dcp.FileSystemWriter, dcp.FileSystemWriter(tmp_path / "before")
+
+    class Before(dcp.FileSystemWriter):
+        """Derived before the block."""
+
+    class Mixin:
+        """Another base."""
+
+    with td.dcp_default(writer={"hashes": "sha256"}):
+        writer, reader = dcp.FileSystemWriter(tmp_path / "ours"), dcp.FileSystemReader(tmp_path / "ours")
+        assert isinstance(writer, td.TensorizerWriter)
+        assert isinstance(writer, dcp.FileSystemWriter)
+        assert isinstance(made_before, dcp.FileSystemWriter)
+        assert isinstance(reader, dcp.FileSystemReader)
+        assert not isinstance(reader, dcp.FileSystemWriter)
+        assert issubclass(dcp.FileSystemWriter, StorageWriter)
+        assert issubclass(dcp.FileSystemReader, StorageReader)
+        assert issubclass(Before, dcp.FileSystemWriter)
+        assert isinstance(dcp.FileSystemWriter, type)
+
+        class Inside(dcp.FileSystemWriter, Mixin):
+            def __init__(self, path):
+                dcp.FileSystemWriter.__init__(self, path)
+                self.written = 0
+
+            def write_data(self, plan, planner):
+                self.written += 1
+                return super().write_data(plan, planner)
+
+        class InsideReader(dcp.FileSystemReader):
+            """Derived in the block."""
+
+        for kind in (Before, Inside):
+            theirs = kind(tmp_path / kind.__name__)
+            assert type(theirs) is kind
+            assert isinstance(theirs, dcp.FileSystemWriter)
+            assert not isinstance(theirs, td.TensorizerWriter)
+            dcp.save({"w": torch.arange(3.0)}, storage_writer=theirs)
+            assert not list(theirs.path.glob("*.tensors"))
+            for how in ({"checkpoint_id": theirs.path}, {"storage_reader": InsideReader(theirs.path)}):
+                state = {"w": torch.zeros(3)}
+                dcp.load(state, **how)
+                assert state["w"].tolist() == [0, 1, 2]
+        assert theirs.written == 1
+    assert genuine in Inside.__mro__
+    assert type(InsideReader(tmp_path)) is InsideReader
+    assert dcp.FileSystemWriter is genuine
+    assert not isinstance(writer, AsyncStager)  # as before the block: torch would ask it to copy tensors
+
+
 def test_a_checkpoint_is_there_already_only_where_the_status_says_so(monkeypatch):
     """Not where the number of the status is part of a name."""
     pytest.importorskip("boto3")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, format_utils
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tensorizer._system.patches import CountedPatch
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
@@ -56,10 +58,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     with contextlib.suppress(ImportError):  # fsspec is not installed
         places.append((_fsspec_module(), "Fsspec"))
     for module, prefix in places:
-        for name, make in ((f"{prefix}Writer", _writer), (f"{prefix}Reader", _reader)):
-            original = getattr(module, name, None)
+        for kind, ours, make in (("Writer", TensorizerWriter, _writer), ("Reader", TensorizerReader, _reader)):
+            original = getattr(module, prefix + kind, None)
             if original is not None:
-                yield module, name, _instead_of(original, make)
+                yield module, prefix + kind, _instead_of(original, ours, make)
 
 
 _patched_classes = CountedPatch(_replacements)
@@ -76,20 +78,54 @@ def _fsspec_module() -> Any:
         return importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
-def _instead_of(replaced: Any, make: Callable[[PathLike, dict[str, Any]], Any]) -> type:
+class _StandIn(type(dcp.FileSystemWriter)):  # type: ignore[misc]  # of whose kind the class of readers is too
+    """The type of a class that goes where torch's is looked up: its calls give ours, and it is torch's for all else.
+
+    Objects of torch's class and of ours are its instances, and a class that is derived from it is one of torch's. It is
+    not derived from torch's class itself, or ours would count as a stager, which every ``FileSystemWriter`` is.
+    """
+
+    def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        theirs = tuple(_replaced_by(base) if type(base) is cls else base for base in bases)
+        if theirs == bases:
+            return super().__new__(cls, name, bases, namespace, **kwargs)
+        kind, _, kwargs = types.prepare_class(name, theirs, kwargs)
+        return kind(name, theirs, namespace, **kwargs)
+
+    def __call__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
+        ours = _own(cls, "make")(path, kwargs) if TensorizerWriter.validate_checkpoint_id(path) else None
+        return _replaced_by(cls)(path, *args, **kwargs) if ours is None else ours
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (_replaced_by(cls), _own(cls, "ours")))
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return subclass is cls or issubclass(subclass, (_replaced_by(cls), _own(cls, "ours")))
+
+    def __getattribute__(cls, name: str) -> Any:
+        return _own(cls, name) if name == "validate_checkpoint_id" else getattr(_replaced_by(cls), name)
+
+
+def _own(stand_in: type, name: str) -> Any:
+    return type.__getattribute__(stand_in, name)
+
+
+def _replaced_by(stand_in: type) -> Any:
+    return _own(stand_in, "replaced")
+
+
+def _instead_of(replaced: Any, ours: type, make: Callable[[PathLike, dict[str, Any]], Any]) -> type:
     """A class whose calls give what `make` has for a path, or where that is none an object of the class replaced."""
 
-    class Instead:
-        def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
-            ours = make(path, kwargs) if TensorizerWriter.validate_checkpoint_id(path) else None
-            return replaced(path, *args, **kwargs) if ours is None else ours
+    def validate_checkpoint_id(checkpoint_id: PathLike) -> bool:
+        known = TensorizerWriter.validate_checkpoint_id(checkpoint_id)
+        return known or bool(replaced.validate_checkpoint_id(checkpoint_id))
 
-        @classmethod
-        def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-            known = TensorizerWriter.validate_checkpoint_id(checkpoint_id)
-            return known or bool(replaced.validate_checkpoint_id(checkpoint_id))
-
-    return Instead
+    storage = StorageWriter if issubclass(ours, StorageWriter) else StorageReader
+    own = {"replaced": replaced, "ours": ours, "make": staticmethod(make)}
+    own["validate_checkpoint_id"] = staticmethod(validate_checkpoint_id)
+    stand_in: type = _StandIn(replaced.__name__, (storage,), own)
+    return stand_in
 
 
 def _writer(path: PathLike, arguments: dict[str, Any]) -> TensorizerWriter:
