@@ -5,6 +5,8 @@ Importing this module imports ``transformers``.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +15,20 @@ from typing import Any, Optional, Union
 import torch
 from transformers import TrainerCallback
 
+from tensorizer._files.write import WriteOptions
+from tensorizer._io.access import Access
 from tensorizer._io.uri import name_in
+from tensorizer._system.redaction import shown_location
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
 from tensorizer.integrations._hf.objects import is_of, load_adapter_into
+from tensorizer.integrations._hf.saving import SavedFolder
 from tensorizer.integrations._hf.weights import find_weights
 from tensorizer.integrations.huggingface import save_pretrained
 from tensorizer.torch import load_model, save_model
 
 __all__ = ["TensorsCallback", "TensorsTrainerMixin"]
+
+logger = logging.getLogger(__name__)
 
 _TRAINING_ARGS = "training_args.bin"
 
@@ -61,7 +69,7 @@ class TensorsTrainerMixin:
         tokenizer = trainer.processing_class
         if tokenizer is None:
             tokenizer = getattr(trainer.data_collator, "tokenizer", None)
-        if hasattr(model, "config") or is_of("peft", model):
+        if _is_of_a_library(model):
             save_pretrained(model, folder, tokenizer=tokenizer, encryption=self.encryption)
         else:
             save_model(model, os.path.join(folder, "model.tensors"), encryption=self.encryption)
@@ -100,6 +108,16 @@ class TensorsTrainerMixin:
         return True
 
 
+def _is_of_a_library(model: Any) -> bool:
+    """Whether a model has a configuration that its library reads; anybody's module may have a ``config``, too."""
+    return (
+        hasattr(getattr(model, "config", None), "save_pretrained")
+        or hasattr(model, "save_config")  # diffusers
+        or is_of("peft", model)
+        or is_of("sentence_transformers", model)
+    )
+
+
 def _is_in_pieces(trainer: Any) -> bool:
     return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
@@ -107,16 +125,30 @@ def _is_in_pieces(trainer: Any) -> bool:
 class TensorsCallback(TrainerCallback):  # type: ignore[misc]
     """Also writes the model of each checkpoint as ``.tensors``. The class of the trainer need not change.
 
-    The trainer still resumes from its own files; :func:`.huggingface.from_pretrained` loads these.
+    The trainer still resumes from its own files; :func:`.huggingface.from_pretrained` loads these. Of a module that has
+    no configuration of a library, ``model.tensors`` is all there is; :func:`tensorizer.torch.load_model` loads it.
 
     Args:
         target: A folder or ``s3://`` prefix, below which a checkpoint is ``checkpoint-<step>``; ``None``: the folder of
             the checkpoint itself, which ``save_total_limit`` removes with the rest.
+        raise_errors: ``True`` ends the training if a save fails. By default the log says so (WARNING), and training
+            goes on, because the trainer has saved its own files.
         **options: Keywords for :func:`.huggingface.save_pretrained`, such as ``encryption``.
+
+    Raises:
+        TypeError: A keyword that ``save_pretrained`` does not have.
     """
 
-    def __init__(self, target: Union[str, os.PathLike[str], None] = None, **options: Any) -> None:
+    def __init__(
+        self,
+        target: Union[str, os.PathLike[str], None] = None,
+        *,
+        raise_errors: bool = False,
+        **options: Any,
+    ) -> None:
+        inspect.signature(save_pretrained).bind(None, "", tokenizer=None, **options)  # wrong keywords fail here
         self.target = target
+        self.raise_errors = raise_errors
         self.options: Mapping[str, Any] = options
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -124,5 +156,38 @@ class TensorsCallback(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         root = args.output_dir if self.target is None else self.target
+        folder = name_in(root, f"checkpoint-{state.global_step}")
         tokenizer = others.get("processing_class")
-        save_pretrained(model, name_in(root, f"checkpoint-{state.global_step}"), tokenizer=tokenizer, **self.options)
+        try:
+            if _is_of_a_library(model):
+                save_pretrained(model, folder, tokenizer=tokenizer, **self.options)
+            else:
+                _save_module(model, folder, tokenizer, **self.options)
+        except Exception as error:
+            if self.raise_errors:
+                raise
+            logger.warning("%s was not saved: %s", shown_location(folder), error)
+
+
+def _save_module(
+    module: torch.nn.Module,
+    folder: str,
+    tokenizer: Any,
+    *,
+    metadata: Optional[Mapping[str, str]] = None,
+    ties: str = "once",
+    encryption: Any = None,
+    max_shard_size: Union[str, int, None] = None,
+    variant: Optional[str] = None,
+    names: str = "model",
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> None:
+    """Writes weights and tokenizer of a module of no library; the options of :func:`save_pretrained`."""
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    access = Access.to_write(encryption, stream_options)
+    options = WriteOptions(format="tensors", ties=ties, max_shard_size=max_shard_size)
+    with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library") as where:
+        where.write_model(module, "", "model", {})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(where.staging))
+        where.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import tiny_models
 import torch
@@ -11,11 +13,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from tensorizer import CryptographyError, DecryptionParams, EncryptionParams
 from tensorizer.integrations.huggingface import from_pretrained
 from tensorizer.integrations.transformers import TensorsCallback, TensorsTrainerMixin
+from tensorizer.torch import load_model
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
 STEPS = 6
+KEYS = {"s3_access_key_id": "AKIDEXAMPLE", "s3_secret_access_key": "not-a-real-key", "s3_region_name": "us-east-1"}
 
 
 class OurTrainer(TensorsTrainerMixin, Trainer):
@@ -176,3 +180,75 @@ def test_a_callback_writes_beside_the_files_of_the_trainer_or_elsewhere(tmp_path
         f"checkpoint-{step}" for step in range(2, STEPS + 1, 2)
     ]
     assert_same_weights(from_pretrained(None, tmp_path / "elsewhere" / last), run.model)
+
+
+class Table(torch.nn.Module):
+    """A module of nobody's library."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = torch.nn.Embedding(64, 8)
+        self.head = torch.nn.Linear(8, 64, bias=False)
+        if config is not None:
+            self.config = config
+
+    def forward(self, input_ids, labels):
+        return {"loss": self.head(self.table(input_ids)).square().mean()}
+
+
+def test_a_callback_saves_any_module(tmp_path):
+    cases = {
+        "plain": (Table(), {}),
+        "sharded": (Table(), {"max_shard_size": "1KB"}),
+        "encrypted": (Table(), {"encryption": EncryptionParams.from_string("secret")}),
+    }
+    for what, (module, options) in cases.items():
+        callback = TensorsCallback(tmp_path / what / "ours", raise_errors=True, **options)
+        run = trainer(tmp_path / what / "run", module, Trainer, [callback], max_steps=2)
+        run.train()
+        folder = tmp_path / what / "ours" / "checkpoint-2"
+        assert (folder / "tokenizer.json").exists()
+        loaded = Table()
+        key = DecryptionParams.from_string("secret") if what == "encrypted" else None
+        source = folder / ("model.tensors.index.json" if what == "sharded" else "model.tensors")
+        load_model(loaded, source, encryption=key)
+        assert_same_weights(loaded, module)
+
+
+def test_a_callback_takes_a_config_that_no_library_reads_for_nothing(tmp_path):
+    """``Trainer`` of transformers 5 itself wants more of a config; the one of 4 does not."""
+    arguments = types.SimpleNamespace(output_dir=str(tmp_path))
+    state = types.SimpleNamespace(is_world_process_zero=True, global_step=3)
+    for config in ({"width": 8}, types.SimpleNamespace(width=8)):
+        module = Table(config)
+        TensorsCallback(raise_errors=True).on_save(arguments, state, None, model=torch.compile(module))
+        loaded = Table()
+        load_model(loaded, tmp_path / "checkpoint-3" / "model.tensors")
+        assert_same_weights(loaded, module)
+
+
+def test_a_callback_whose_save_fails_ends_the_training_only_if_asked_to(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    from servers.http_faults import FaultyServer, Reply
+
+    monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
+    (tmp_path / "file").write_text("no folder")
+    with FaultyServer(b"", default=Reply(status=503)) as server:
+        there = {"s3_endpoint": f"http://127.0.0.1:{server.port}", "force_http": True, **KEYS}
+        for target, options in (("s3://bucket/run", {"stream_options": there}), (tmp_path / "file", {})):
+            for made in (model(), Table()):
+                caplog.clear()
+                run = trainer(tmp_path / "run", made, Trainer, [TensorsCallback(target, **options)], max_steps=2)
+                run.train()
+                assert run.state.global_step == 2
+                (said,) = (record for record in caplog.records if "was not saved" in record.getMessage())
+                assert said.levelname == "WARNING"
+                assert said.getMessage().startswith(f"{target}/checkpoint-2 was not saved: ")
+                assert "not-a-real-key" not in said.getMessage()
+                strict = TensorsCallback(target, raise_errors=True, **options)
+                with pytest.raises(OSError):
+                    trainer(tmp_path / "run", made, Trainer, [strict], max_steps=2).train()
+    for wrong in ({"wrong": 1}, {"tokenizer": None}):
+        with pytest.raises(TypeError):
+            TensorsCallback(**wrong)
