@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import lightning
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # imported late otherwise, by each rank
@@ -25,6 +26,7 @@ from tensorizer.integrations.lightning import TensorizerFSDPStrategy, Tensorizer
 
 assert dcp, td.verify  # imported now, once for all ranks
 
+RANDOM = np.random.RandomState(1).get_state()
 KEY = EncryptionParams.random()
 ENCRYPTED = {"writer": {"encryption": KEY}, "reader": {"encryption": DecryptionParams.from_key(KEY.key)}}
 
@@ -52,7 +54,7 @@ class Whole(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["mine"] = {"epochs": self.current_epoch, "tensor": torch.arange(3)}
+        checkpoint["mine"] = {"epochs": self.current_epoch, "tensor": torch.arange(3), "random": RANDOM}
 
     def on_load_checkpoint(self, checkpoint):
         self.remembered = checkpoint["mine"]
@@ -117,6 +119,7 @@ def stop_and_resume(folder: Path, ours, theirs, model) -> None:
             assert resumed.losses == whole.losses[4:], (name, resumed.losses, whole.losses)
             assert resumed.remembered["epochs"] == 1
             assert resumed.remembered["tensor"].tolist() == [0, 1, 2]
+            assert np.array_equal(resumed.remembered["random"][1], RANDOM[1])
 
         if rank == 0:  # a save over an older one that was killed behind the marker leaves the sign of the older one
             shutil.copy(folder / "ours" / "epoch=0.ckpt" / "meta.pt", folder / "ours" / "epoch=1.ckpt" / "meta.pt")

@@ -26,6 +26,7 @@ from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
+from tensorizer.distributed._checkpoint.arrays import array_of, bytes_of, is_array_of_numbers, tensor_of
 from tensorizer.distributed._checkpoint.json_values import (
     NotSimple,
     Place,
@@ -67,10 +68,11 @@ MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], A
 class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not shown lightning
     """Keeps the checkpoints of ``Trainer(plugins=[…])`` and ``Fabric(plugins=[…])`` in one ``.tensors`` file each.
 
-    Tensors are records of the file. Numbers, texts, bytes, and lists, tuples and dicts of them are JSON in its
-    metadata. Other objects are stored as ``torch.save`` stores them, and read with ``torch.load(weights_only=True)``
-    unless the caller trusts the file. A file appears when it is complete. ``load_from_checkpoint`` of a
-    ``LightningModule`` cannot read these files: pass ``load_checkpoint(path)["state_dict"]`` to ``load_state_dict``.
+    Tensors and NumPy arrays of numbers are records of the file. Numbers, texts, bytes, and lists, tuples and dicts of
+    them are JSON in its metadata. Other objects are stored as ``torch.save`` stores them, and read with
+    ``torch.load(weights_only=True)`` unless the caller trusts the file. A file appears when it is complete.
+    ``load_from_checkpoint`` of a ``LightningModule`` cannot read these files: pass
+    ``load_checkpoint(path)["state_dict"]`` to ``load_state_dict``.
 
     Strategies that write shards themselves have no plugin for checkpoints: :class:`.TensorizerFSDPStrategy` and
     :class:`.TensorizerModelParallelStrategy` take their place, and for ``Fabric``
@@ -206,19 +208,25 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             text = file.metadata.get(_KEY)
             if text is None:
                 raise FormatError(f"{shown}: wanted a checkpoint of TensorizerCheckpointIO, found other tensors")
-            leaves: dict[tuple[str, str], Place] = {}
+            leaves: dict[tuple[str, str], tuple[Place, list[Any]]] = {}
 
             def referred_to(content: Any, place: Place) -> tuple[str, str]:
                 ((kind, name),) = content.items()
-                if kind not in ("tensor", "saved") or name not in file:
+                name, *described = name if kind == "array" else (name,)
+                if kind not in ("tensor", "array", "saved") or name not in file:
                     raise ValueError(f"wanted a tensor of the file, found {content!r:.80}")
-                leaves.setdefault((kind, name), place)
+                leaves.setdefault((kind, name), (place, described))
                 return kind, name
 
-            def loaded(kind: str, name: str, place: Place) -> Any:
+            def loaded(kind: str, name: str, place: Place, described: list[Any]) -> Any:
                 tensor = file[name].detach()
                 if kind == "tensor":
                     return _mapped(tensor, map_location)
+                if kind == "array":
+                    try:
+                        return array_of(bytes_of(tensor.numpy()), *described)
+                    except (ValueError, TypeError) as error:
+                        raise FormatError(f"{shown}: tensor {name!r:.80}: {error}") from None
                 if tensor.dtype != torch.uint8:
                     raise FormatError(f"{shown}: tensor {name!r:.80}: wanted bytes, found {tensor.dtype}")
                 data = io.BytesIO(tensor.numpy().tobytes())
@@ -229,7 +237,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
 
             # Twice, because only what the text says may be an error of the file, and not what leaves raise.
             named(shown, from_json, text, referred_to)
-            values = {(kind, name): loaded(kind, name, place) for (kind, name), place in leaves.items()}
+            values = {(kind, name): loaded(kind, name, *about) for (kind, name), about in leaves.items()}
             result: dict[str, Any] = named(shown, from_json, text, lambda *leaf: values[referred_to(*leaf)])
         return result
 
@@ -255,18 +263,22 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
 
 
 def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """JSON for a checkpoint, and the tensors that it names; one tensor in several places is one."""
+    """JSON for a checkpoint, and the tensors that it names; one tensor or array in several places is one."""
     tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}
+    names: dict[int, Any] = {}  # what stands for an object
 
     def leaf(value: Any) -> Any:
         if id(value) in names:
-            return {"tensor": names[id(value)]}
+            return names[id(value)]
         name = str(len(tensors))
         if isinstance(value, torch.Tensor) and not not_storable({name: value}):
-            names[id(value)] = name
+            names[id(value)] = {"tensor": name}
             tensors[name] = value.detach()
-            return {"tensor": name}
+            return names[id(value)]
+        if is_array_of_numbers(value):
+            names[id(value)] = {"array": [name, value.dtype.str, list(value.shape)]}
+            tensors[name] = tensor_of(value)
+            return names[id(value)]
         try:
             content = torch_saved(value)
         except Exception as error:  # whatever an object of somebody else's raises when it is pickled

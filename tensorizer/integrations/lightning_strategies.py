@@ -23,7 +23,7 @@ from tensorizer._io.uri import local_path
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default
-from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
+from tensorizer.distributed._checkpoint.json_values import harmless_types, load_vetted, torch_saved
 from tensorizer.errors import FormatError
 
 __all__ = ["TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
@@ -125,7 +125,7 @@ class _ShardedCheckpoints(abc.ABC):
         """
         strategy: Any = self
         path = _local_folder(strategy.broadcast(checkpoint_path))
-        with dcp_default(reader=self._reader):  # before torch 2.6, None would unpickle meta.pt
+        with dcp_default(reader=self._reader), harmless_types():  # before torch 2.6, None would unpickle meta.pt
             found: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
                 path, weights_only=weights_only is not False
             )

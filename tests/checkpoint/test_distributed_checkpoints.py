@@ -24,9 +24,7 @@ from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
-from tensorizer import (
-    TensorDeserializer,
-)
+from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorDeserializer
 from tensorizer.stream_io import HTTPOptions
 
 pytestmark = MARKS
@@ -98,6 +96,76 @@ def test_streams_in_memory_and_scalars_of_numpy_come_back_without_a_pickle(tmp_p
     assert target["small"].getvalue() == b"content"
     assert (target["large"].getvalue(), target["large"].tell()) == (large.getvalue(), 77)
     assert (type(target["number"]), target["number"]) == (np.float32, 1.5)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_arrays_of_numbers_come_back_without_a_pickle_and_arrays_of_objects_are_refused(tmp_path, encrypted):
+    key = EncryptionParams.random() if encrypted else None
+    large = np.random.RandomState(0).randint(0, 1 << 30, (500, 700))  # more than is looked into for JSON
+    random = np.random.RandomState(3)
+    state = {
+        "legacy": random.get_state(),
+        "random": random.get_state(legacy=False),
+        "generator": np.random.Generator(np.random.MT19937(5)).bit_generator.state,
+        "buffer": {"seen": large, "nested": [(np.float16([1.5]), {"ends": np.zeros((0, 3)), "n": 1}), "text"]},
+        **{f"as {kind}": np.arange(12).reshape(3, 4).astype(kind) for kind in ("?", "<u4", "<u2", "<c8", "i1", "<g")},
+        "number": np.array(2.5),
+        "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    }
+    save({"w": torch.ones(2), **state}, tmp_path, encryption=key)
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        assert b"PK\x03\x04" not in content
+        assert encrypted or path.suffix != ".tensors" or large[7].tobytes() in content
+        assert not encrypted or large[7].tobytes() not in content
+    empty = {"legacy": None, "random": random.get_state(legacy=False), "generator": state["generator"]}
+    target = {**dict.fromkeys(state), **empty, "buffer": {"seen": 0, "nested": 0}, "w": torch.zeros(2)}
+    load(target, tmp_path, verify_hash=True, encryption=key and DecryptionParams.from_key(key.key))
+
+    def assert_same(found, wanted):
+        assert type(found) is type(wanted)
+        if isinstance(wanted, dict):
+            assert found.keys() == wanted.keys()
+            for name, value in wanted.items():
+                assert_same(found[name], value)
+        elif isinstance(wanted, (list, tuple)):
+            assert len(found) == len(wanted)
+            for one, other in zip(found, wanted):
+                assert_same(one, other)
+        elif isinstance(wanted, np.ndarray):
+            assert (found.dtype, found.shape, found.flags.writeable) == (wanted.dtype, wanted.shape, True)
+            assert np.array_equal(found, wanted)
+        else:
+            assert found == wanted
+
+    for name, value in state.items():
+        assert_same(target[name], value)
+    np.random.RandomState().set_state(target["legacy"])
+    assert td.verify(tmp_path, encryption=key and DecryptionParams.from_key(key.key)).ok
+
+    for refused in (np.array([{}], object), np.ma.array([1.0, 2.0], mask=[True, False]), np.zeros(2, "i4,f8")):
+        for value in (refused, (refused, 1)):
+            with pytest.raises(CheckpointException) as caught:
+                save({"w": torch.ones(2), "odd": value}, tmp_path / "refused", encryption=key)
+            assert isinstance(cause_of(caught.value), TypeError)
+            assert "'odd': a leaf that is more than" in str(cause_of(caught.value))
+
+
+def test_records_of_arrays_that_no_save_writes_are_refused():
+    from tensorizer.distributed._checkpoint.arrays import pack, unpack
+
+    good = bytes(pack({"a": np.arange(4), "b": (np.ones(3, "<f4"), 1)}).numpy())
+    assert unpack(good)["b"][0].tolist() == [1, 1, 1]
+    for other in ({"a": b"no array"}, [np.zeros(1), {1, 2}], np.array(["text"])):
+        assert pack(other) is None
+    texts = (
+        *('{"x":["|O",[1],0]}', '{"x":["<f8",[-1],0]}', '{"x":["<f8",[99],0]}', '{"x":["<f8",[1],-8]}', '{"x":[]}'),
+        *('[{"x":["<f8",[2],0]},{"x":["<f8",[2],8]}]', '{"x":["<f8","2",0]}', '{"x":["<f8",[1],1.0]}', '{"y":1}', ""),
+    )
+    hostile = [len(text).to_bytes(8, "little") + text.encode().ljust(120) + bytes(64) for text in texts]
+    for data in (*hostile, b"", good[:7], good[:40], good[:-1], (1 << 63).to_bytes(8, "little") + good[8:]):
+        with pytest.raises(FormatError):
+            unpack(data)
 
 
 def test_a_target_without_memory_of_its_own_is_filled_by_its_own_copy(tmp_path):

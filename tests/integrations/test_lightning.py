@@ -308,9 +308,46 @@ def test_scalars_of_numpy_need_no_trust_in_a_set_either(tmp_path):
         assert plugin.load_checkpoint(path, weights_only=weights_only) == checkpoint
 
 
+def test_arrays_of_numbers_are_records_and_come_back_without_trust(tmp_path):
+    path = tmp_path / "arrays.ckpt"
+    random = np.random.RandomState(3).get_state()
+    shared = np.arange(6, dtype=np.int16)
+    odd = {kind: np.arange(12).reshape(3, 4).astype(kind) for kind in ("?", "<u4", ">f4", "<f2", "<c16", "u1", "<g")}
+    arrays = {**odd, "scalar": np.array(2.5), "empty": np.zeros((0, 3)), "columns": np.asfortranarray(odd["<u4"])}
+    checkpoint = {"state_dict": {}, "callbacks": {"rng": random, "more": [arrays, {"a": shared}, (shared, 1)]}}
+    for plugin in (TensorizerCheckpointIO(), TensorizerCheckpointIO(async_save=True)):
+        plugin.save_checkpoint(checkpoint, path)
+        if plugin._async_save:
+            shared[:] = 0  # the save took it before
+        for weights_only in (None, True, False):
+            back = plugin.load_checkpoint(path, weights_only=weights_only)["callbacks"]
+            assert (type(back["rng"]), back["rng"][0], back["rng"][2:]) == (tuple, "MT19937", random[2:])
+            assert np.array_equal(back["rng"][1], random[1])
+            np.random.RandomState().set_state(back["rng"])
+            for name, array in arrays.items():
+                found = back["more"][0][name]
+                assert (type(found), found.dtype, found.shape) == (np.ndarray, array.dtype, array.shape), name
+                assert np.array_equal(found, array), name
+                assert found.flags.writeable
+            assert back["more"][1]["a"].tolist() == list(range(6))
+            assert back["more"][2][0] is back["more"][1]["a"]
+        plugin.teardown()
+    assert b"PK\x03\x04" not in path.read_bytes()
+    with TensorDeserializer(path, device="cpu") as file:
+        assert any(tensor.shape == (624,) for tensor in file.values())
+
+    for refused in (np.array([{}], dtype=object), np.ma.array([1.0, 2.0], mask=[True, False]), np.array(["text"])):
+        plugin.save_checkpoint({"state_dict": {}, "odd": refused}, path)
+        plugin.teardown()
+        with pytest.raises(pickle.UnpicklingError, match="'odd' was refused"):
+            plugin.load_checkpoint(path)
+
+
 NO_TEXTS_OF_A_CHECKPOINT = [
     *("", "{", "{}", "[" * 100_000, '{"q":1}', '{"d":5}', '{"d":[[[1],2]]}', '{"n":["<i8",""]}', '{"i":5}'),
     *('{"x":5}', '{"x":{}}', '{"x":{"tensor":"none"}}', '{"x":{"tensor":["w"]}}', '{"x":{"other":"w"}}'),
+    *('{"x":{"array":"w"}}', '{"x":{"array":["w","|O",[1]]}}', '{"x":{"array":["w","<f8",[9999999]]}}'),
+    *('{"x":{"array":["w","<f4",[-1]]}}', '{"x":{"array":["w"]}}', '{"x":{"array":[]}}', '{"x":{"array":[["w"]]}}'),
     *('{"x":{"saved":"none"}}', '{"x":{"saved":"w"}}', '{"s":["",-5]}'),
 ]
 

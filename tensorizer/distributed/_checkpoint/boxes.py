@@ -20,9 +20,10 @@ from tensorizer._load.parts import WantedPart, read_parts
 from tensorizer._load.reader import ReadOptions, missing_hashes
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
+from tensorizer.distributed._checkpoint.arrays import unpack
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.json_values import from_json
-from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
+from tensorizer.distributed._checkpoint.marker import ARRAYS, SavedFile, Stored
 from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
 
 # Bytes of records that are read and then copied from, at a time.
@@ -137,10 +138,10 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         return bytes(tensor.numpy().tobytes())
 
     def read_value(self, name: str, stored: Stored) -> Any:
-        """The value of a leaf that is JSON, from the marker where that has it."""
-        text = self.read_bytes(name, stored) if stored.text is None else stored.text
+        """The value of a leaf that is JSON or has arrays, from the marker where that has it."""
+        content = self.read_bytes(name, stored) if stored.text is None else stored.text
         try:
-            return from_json(text)
+            return unpack(content) if isinstance(content, bytes) and stored.kind == ARRAYS else from_json(content)
         except FormatError as error:
             raise FormatError(f"{self._folder.where}: {name!r:.200}: {error}") from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import functools
 import io
 import json
@@ -26,7 +27,8 @@ from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError
 
 _MAX_JSON_INT = 1 << 63
-_NUMPY_SCALAR = r"[<>|][biufc]\d{1,2}"  # numpy itself takes some texts for Python
+#: The dtype of numbers, as numpy writes it; numpy itself takes some other texts for Python.
+NUMPY_NUMBER = r"[<>|][biufc]\d{1,2}"
 
 #: The keys and positions that lead to a value.
 Place = tuple[Any, ...]
@@ -134,7 +136,7 @@ def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place
         stream.seek(content[1])
         return stream
     if kind == "n":
-        if not re.fullmatch(_NUMPY_SCALAR, content[0]):
+        if not re.fullmatch(NUMPY_NUMBER, content[0]):
             raise ValueError(f"wanted the dtype of a number, found {content[0]!r:.50}")
         return np.frombuffer(base64.b64decode(content[1], validate=True), np.dtype(content[0]))[0]
     if kind == "f":
@@ -146,30 +148,25 @@ def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place
     raise ValueError(f"unknown kind {kind!r}")
 
 
-def simple_value(data: memoryview) -> Optional[str]:
-    """The JSON text for the value in bytes of ``torch.save``; ``None`` where it is not simple, or not such bytes."""
-    try:
-        value = load_harmless(io.BytesIO(data))
-    except Exception:  # whatever a planner may have written: its bytes are kept as they are
-        return None
-    return to_json(value)
-
-
 def load_harmless(data: io.BytesIO, map_location: Any = "cpu") -> Any:
-    """``torch.load(weights_only=True)``, which may make streams in memory and numpy's scalars too: they run nothing."""
-    allow = getattr(torch.serialization, "safe_globals", None)
-    if allow is None:  # before torch 2.5
+    """``torch.load(weights_only=True)`` with :func:`harmless_types`."""
+    with harmless_types():
         return torch.load(data, map_location=map_location, weights_only=True)
-    with allow([io.BytesIO, *_numpy_scalars()]):
-        return torch.load(data, map_location=map_location, weights_only=True)
+
+
+def harmless_types() -> contextlib.AbstractContextManager[Any]:
+    """A block in which ``weights_only=True`` may make streams in memory, and scalars and arrays of numbers of numpy,
+    too: they run nothing. Without effect before torch 2.5."""
+    allow: Any = getattr(torch.serialization, "safe_globals", None)
+    return contextlib.nullcontext() if allow is None else allow([io.BytesIO, *_numpy_numbers()])
 
 
 @functools.lru_cache(1)
-def _numpy_scalars() -> list[Any]:
-    """What the pickle of a scalar of numpy names."""
-    scalar = np.int64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFD"}
-    return [scalar, np.dtype, *dtypes]
+def _numpy_numbers() -> list[Any]:
+    """What the pickles of scalars and arrays of numbers name, empty ones too. Arrays of objects name another dtype."""
+    scalar, array = np.int64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdgFDG"}
+    return [scalar, array, bytes, np.ndarray, np.dtype, *dtypes]
 
 
 def torch_saved(value: Any) -> io.BytesIO:

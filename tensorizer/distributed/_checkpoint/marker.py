@@ -58,7 +58,7 @@ _DIGESTS = ("crc32", "sha256")
 _FILE_LABEL = b"tensorizer.checkpoint file "
 _MOST_RANKS_NAMED = 8
 
-TENSOR, JSON, TORCH_SAVE = "tensor", "json", "torch_save"
+TENSOR, JSON, ARRAYS, TORCH_SAVE = "tensor", "json", "arrays", "torch_save"
 
 
 #: What tells the coordinator whether a rank has its key: a tag, and the derivation of a passphrase. Never in a file.
@@ -77,7 +77,7 @@ class SavedFile(NamedTuple):
 class Stored(NamedTuple):
     """Where the bytes of one item are. Ranks send it to the coordinator."""
 
-    kind: str  # TENSOR; of other leaves JSON or TORCH_SAVE
+    kind: str  # TENSOR; of other leaves JSON, ARRAYS or TORCH_SAVE
     file: Optional[SavedFile] = None  # None: a box without elements, or a value that `text` gives
     record: int = 0  # number of the record in the file
     offset: int = 0  # of its payload
@@ -399,8 +399,8 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
         _check_name(fqn)
         if fqn in chunks:
             raise ValueError(f"{fqn!r:.200}: found as a tensor and as a value")
-        if kind not in (JSON, TORCH_SAVE) or (text is not None and kind != JSON):
-            raise ValueError(f"{fqn!r:.200}: wanted {JSON}, or {TORCH_SAVE} in a file, found {kind!r:.50}")
+        if kind not in (JSON, ARRAYS, TORCH_SAVE) or (text is not None and kind != JSON):
+            raise ValueError(f"{fqn!r:.200}: wanted {JSON}, or {ARRAYS} or {TORCH_SAVE} in a file, found {kind!r:.50}")
         items[fqn] = BytesStorageMetadata()
         leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
     stored = _StoredItems(files, body["boxes"], chunks, leaves)

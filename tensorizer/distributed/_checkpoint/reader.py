@@ -20,7 +20,7 @@ from tensorizer.distributed._boxes import box_at, check_cover, check_described, 
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
-from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
+from tensorizer.distributed._checkpoint.marker import ARRAYS, JSON, Stored, unpack_marker
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
 from tensorizer.signing import PublicKeyArgument
@@ -196,7 +196,7 @@ class TensorizerReader(Located, StorageReader):
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
-        if stored.kind == JSON:
+        if stored.kind in (JSON, ARRAYS):
             return torch_saved(files.read_value(fqn, stored))
         data = io.BytesIO(files.read_bytes(fqn, stored))
         return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))

@@ -27,9 +27,10 @@ from tensorizer._save.session import check_hashes, memory_of, on_fast_device, te
 from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_described
+from tensorizer.distributed._checkpoint import arrays
 from tensorizer.distributed._checkpoint import marker as markers
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, Located, PathLike, data_file_name, marker_name
-from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
+from tensorizer.distributed._checkpoint.json_values import load_vetted, to_json
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, check_keys, key_check, pack_marker
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
@@ -58,7 +59,7 @@ class TensorizerWriter(Located, StorageWriter):
     checkpoint or the new one.
 
     Nothing in the files is a pickle, except for leaves that are neither tensors nor made of numbers, texts, bytes,
-    lists, tuples and dicts.
+    NumPy arrays of numbers, lists, tuples and dicts.
 
     You can pickle it, as ``async_save`` in a process does: it holds no open file, thread or connection. A key is
     pickled too; to avoid that, pass a function that returns the key.
@@ -232,23 +233,34 @@ class TensorizerWriter(Located, StorageWriter):
     def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, tuple[str, torch.Tensor]]:
         """A leaf that is no tensor: in the marker, or its kind and its bytes, for a record."""
         view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data)
-        text = simple_value(view) if view.nbytes <= _MAX_SIMPLE_NBYTES else None
+        is_small = view.nbytes <= _MAX_SIMPLE_NBYTES
+        text, packed = self._without_pickle(item.index.fqn, view, is_small)
         if text is not None and len(text) <= _MAX_INLINE_NBYTES and self._encryption is None:
             return Stored(markers.JSON, text=text)
-        if text is None and not self._allow_pickle:
-            self._check_loads(item.index.fqn, view)
+        if packed is not None:
+            return markers.ARRAYS, packed
         kind = markers.TORCH_SAVE if text is None else markers.JSON
         return kind, torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
 
-    def _check_loads(self, name: str, data: memoryview) -> None:
-        """Refuses now what a reader would refuse, when the run that could save it otherwise is over."""
+    def _without_pickle(self, name: str, data: memoryview, is_small: bool) -> tuple[Optional[str], Any]:
+        """What stands for a value in bytes of ``torch.save``: its JSON or, where it has arrays, a record of bytes.
+
+        Neither for other values. What a reader would refuse is refused now: when it is read, the run that could save it
+        otherwise is over.
+        """
+        if self._allow_pickle and not is_small:
+            return None, None
         try:
-            load_vetted(name, io.BytesIO(data))
+            value = load_vetted(name, io.BytesIO(data))
         except pickle.UnpicklingError as error:
+            if self._allow_pickle:  # whatever a planner may have written: its bytes are kept as they are
+                return None, None
             raise TypeError(
                 f"{name!r}: a leaf that is more than tensors and simple values, which TensorizerReader refuses "
                 f"unless it has allow_pickle=True; with allow_pickle=True the writer stores it ({error.__cause__})"
             ) from None
+        text = to_json(value) if is_small else None
+        return text, None if text is not None else arrays.pack(value)
 
     def _write_file(self, rank: int, records: Sequence[_Planned], planner: SavePlanner) -> list[WriteResult]:
         folder, name = self._folder(), data_file_name(rank)
