@@ -140,6 +140,39 @@ class Wrapper(torch.Tensor):
         return cls(func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
 
 
+class Scaled(torch.Tensor):
+    """Integers and a scale for each row, which stand for their products, as tensors of quantizing libraries do."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, context=None):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes, scale, context=None):
+        self.codes, self.scale, self.context = codes, scale, context
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"], context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten, one = torch.ops.aten, args[0]
+        if func is aten.is_pinned.default:
+            return False
+        if func in (aten.detach.default, aten.view.default):
+            return cls(one.codes.detach(), one.scale.detach(), one.context)
+        if func is aten.slice.Tensor and args[1] == 0:
+            return cls(one.codes[args[2] : args[3]], one.scale[args[2] : args[3]], one.context)
+        if func is aten.copy_.default and isinstance(args[1], cls):
+            one.codes.copy_(args[1].codes)
+            one.scale.copy_(args[1].scale)
+            return one
+        raise NotImplementedError(str(func))
+
+
 class KeptBytesIO(io.BytesIO):
     """Keeps its buffer when the serializer closes it, as callers do who want the bytes."""
 

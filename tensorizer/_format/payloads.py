@@ -72,11 +72,17 @@ def check_memory(name: Any, tensor: torch.Tensor, done: str) -> None:
     Raises:
         NotImplementedError: It has no memory that holds all its elements, nor has what it gives when it is detached.
     """
-    if tensor.device.type in ("cpu", "cuda") and not (_has_memory(tensor) or _detaches_to_memory(tensor)):
+    if not has_own_data(tensor):
         raise NotImplementedError(
             f"tensor {name!r} cannot be {done}: this {type(tensor).__name__} has no memory that holds all its elements"
             "; give the plain tensors that it stands for"
         )
+
+
+def has_own_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what it gives when it is detached, has memory that holds all its elements, as far as one can
+    tell of its device."""
+    return tensor.device.type not in ("cpu", "cuda") or _has_memory(tensor) or _detaches_to_memory(tensor)
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
@@ -101,7 +107,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _detaches_to_memory(tensor: torch.Tensor) -> bool:
     """Whether a wrapper gives the plain tensor it stands for when detached, which is what is written then."""
-    plain = tensor.detach()
+    try:
+        plain = tensor.detach()
+    except NotImplementedError:  # a class that does not know how
+        return False
     return (plain.shape, plain.dtype) == (tensor.shape, tensor.dtype) and _has_memory(plain)
 
 

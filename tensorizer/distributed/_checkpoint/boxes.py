@@ -23,7 +23,7 @@ from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.arrays import unpack
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.json_values import from_json
-from tensorizer.distributed._checkpoint.marker import ARRAYS, SavedFile, Stored
+from tensorizer.distributed._checkpoint.marker import ARRAYS, SavedFile, Stored, StoredParts
 from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
 
 # Bytes of records that are read and then copied from, at a time.
@@ -38,6 +38,11 @@ class Saved(NamedTuple):
     name: str  # of the tensor or leaf
     stored: Stored
     dtype: torch.dtype
+
+
+def saved_parts(name: str, parts: StoredParts) -> list[Saved]:
+    """The inner tensors of a box that is made of others."""
+    return [Saved(f"{name}.{part.path}", part.stored, part.dtype) for part in parts.parts]
 
 
 class WantedBox(NamedTuple):

@@ -20,10 +20,11 @@ from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
 from tensorizer._system.sizes import runs
 from tensorizer.distributed._boxes import box_at, check_cover, slices_of
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox, saved_parts
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import encoded
 from tensorizer.distributed._checkpoint.marker import JSON, Marker, SavedFile, unpack_marker
+from tensorizer.distributed._checkpoint.parts import about_name
 from tensorizer.distributed._ranks import Ranks, caught
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
@@ -227,6 +228,11 @@ def _saved_in(markers: list[Marker]) -> list[Saved]:
         for index, stored in marker.stored.items():
             if stored.file is None:
                 continue
+            if stored.parts is not None:
+                found += saved_parts(index.fqn, stored.parts)
+                if stored.parts.about.file is not None:
+                    found.append(Saved(about_name(index.fqn), stored.parts.about, torch.uint8))
+                continue
             item = marker.metadata.state_dict_metadata[index.fqn]
             dtype = item.properties.dtype if isinstance(item, TensorStorageMetadata) else torch.uint8
             found.append(Saved(index.fqn, stored, dtype))
@@ -244,7 +250,8 @@ class ConsolidationReport(NamedTuple):
     nbytes: int
     """Their bytes."""
     left_out: tuple[str, ...]
-    """Names of leaves that are neither tensors nor simple values, which the file does not hold."""
+    """Names of leaves that are neither tensors nor simple values, and of tensors that are made of others, which the
+    file does not hold."""
 
 
 def consolidate(
@@ -328,7 +335,7 @@ def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
     taken: dict[str, set[torch.Size]] = {}  # the offsets of boxes that were found
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
-            if not isinstance(item, TensorStorageMetadata):
+            if not isinstance(item, TensorStorageMetadata) or _is_of_parts(marker, name, item):
                 continue
             whole = found.setdefault(name, Record((name,), item.properties.dtype, tuple(item.size), source=[]))
             there = taken.setdefault(name, set())
@@ -340,12 +347,20 @@ def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
     return list(found.values())
 
 
+def _is_of_parts(marker: Marker, name: str, item: TensorStorageMetadata) -> bool:
+    """Whether a tensor is made of others, which are stored in its place."""
+    boxes = [chunk.offsets for chunk in item.chunks if chunk.sizes.numel()]
+    return bool(boxes) and marker.stored[MetadataIndex(name, boxes[0])].parts is not None
+
+
 def _values(markers: Sequence[Marker], files: CheckpointFiles) -> tuple[dict[str, Any], list[str]]:
     values: dict[str, Any] = {}
     left_out = []
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
             if isinstance(item, TensorStorageMetadata):
+                if _is_of_parts(marker, name, item):
+                    left_out.append(name)
                 continue
             stored = marker.stored[MetadataIndex(name)]
             if stored.kind != JSON:

@@ -42,7 +42,8 @@ from tensorizer.errors import (
 )
 
 _FORMAT = "tensorizer.checkpoint"
-_VERSION = 1
+# Earlier releases know version 1 alone; only a marker with tensors that are stored by their parts is of version 2.
+_VERSIONS = (1, 2)
 _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
 # How far a marker may unpack: columns of equal numbers shrink to a hundredth, and nothing that is true to much less.
@@ -86,6 +87,22 @@ class Stored(NamedTuple):
     sha256: Optional[str] = None
     text: Optional[str] = None
     shape: tuple[int, ...] = ()  # of the box, or of the bytes of a leaf, when it was read from a marker
+    parts: Optional[StoredParts] = None  # of a box that is made of other tensors; its place is that of the first one
+
+
+class StoredPart(NamedTuple):
+    """Where one inner tensor of a box is."""
+
+    path: str  # the attributes that lead to it
+    dtype: torch.dtype
+    stored: Stored
+
+
+class StoredParts(NamedTuple):
+    """A box that is made of other tensors."""
+
+    about: Stored  # what else there is to know of it: JSON
+    parts: tuple[StoredPart, ...]
 
 
 class Marker(NamedTuple):
@@ -129,6 +146,9 @@ def pack_marker(
             if not isinstance(item, TensorStorageMetadata)
         ],
     }
+    parts = [_parts_row(index, found.parts, numbers) for index, found in stored.items() if found.parts is not None]
+    if parts:
+        body["parts"] = parts
     if encryption is not None:
         body["index_digests"] = [file.index_digest for file in files]
     content = json.dumps(body, separators=(",", ":")).encode()
@@ -136,7 +156,7 @@ def pack_marker(
     stored_content = zlib.compress(content, 1) if compressed else content
     head = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": _VERSIONS["parts" in body],
         "body": "zlib" if compressed else "json",
         "nbytes": len(stored_content),
         "content_nbytes": len(content),
@@ -234,9 +254,22 @@ def _leaf(fqn: str, found: Optional[Stored], numbers: Mapping[SavedFile, int]) -
         raise ValueError(f"{fqn!r}: no rank wrote it")
     if found.text is not None:
         return [fqn, found.kind, found.text]
+    return [fqn, found.kind, None, *_place(found, numbers)]
+
+
+def _place(found: Stored, numbers: Mapping[SavedFile, int]) -> list[Any]:
     assert found.file is not None
-    place = (numbers[found.file], found.record, found.offset, found.nbytes, found.crc32, found.sha256)
-    return [fqn, found.kind, None, *place]
+    return [numbers[found.file], found.record, found.offset, found.nbytes, found.crc32, found.sha256]
+
+
+def _parts_row(index: MetadataIndex, found: StoredParts, numbers: Mapping[SavedFile, int]) -> list[Any]:
+    about = found.about
+    row = [about.text] if about.text is not None else [None, *_place(about, numbers)]
+    parts = [
+        [part.path, _last_word(part.dtype), list(part.stored.shape), *_place(part.stored, numbers)]
+        for part in found.parts
+    ]
+    return [index.fqn, list(index.offset or ()), row, parts]
 
 
 def _properties_key(properties: TensorProperties) -> tuple[Any, ...]:
@@ -308,8 +341,9 @@ def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tup
         raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found other JSON") from None
     if not known:
         raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found format {head['format']!r:.50}")
-    if version != _VERSION:
-        error = InvalidVersionError(f"{name}: wanted marker version {_VERSION}, found {version!r:.50}")
+    if version not in _VERSIONS:
+        known = " or ".join(map(str, _VERSIONS))
+        error = InvalidVersionError(f"{name}: wanted marker version {known}, found {version!r:.50}")
         error.version = version if isinstance(version, int) else -1
         raise error
     if len(rest) != nbytes or content_nbytes > _MAX_CONTENT_NBYTES:
@@ -403,7 +437,8 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
             raise ValueError(f"{fqn!r:.200}: wanted {JSON}, or {ARRAYS} or {TORCH_SAVE} in a file, found {kind!r:.50}")
         items[fqn] = BytesStorageMetadata()
         leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
-    stored = _StoredItems(files, body["boxes"], chunks, leaves)
+    parts = dict(_parts_of_row(row, files, chunks) for row in body.get("parts", ()))
+    stored = _StoredItems(files, body["boxes"], chunks, leaves, parts)
     planner_data = decoded(body["planner"])
     _check_planner_data(planner_data, items)
     metadata = Metadata(state_dict_metadata=items, planner_data=planner_data, storage_data=stored)
@@ -412,6 +447,25 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     if not 0 < world_size <= _MAX_RANKS:
         raise FormatError(f"wanted a number of ranks, found {world_size!r:.50}")
     return Marker(metadata, stored, files, rank, world_size)
+
+
+def _parts_of_row(
+    row: Sequence[Any], files: Sequence[SavedFile], chunks: Mapping[str, Sequence[ChunkStorageMetadata]]
+) -> tuple[MetadataIndex, StoredParts]:
+    fqn, offsets, (text, *place), rows = row
+    offset = torch.Size(offsets)
+    if not any(chunk.offsets == offset for chunk in chunks[fqn]):
+        raise ValueError(f"tensor {fqn!r:.200}: parts of a box that it has not")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"tensor {fqn!r:.200}: parts of which nothing is known")
+    about = Stored(JSON, text=text) if text is not None else _stored(JSON, files, place)
+    parts = []
+    for path, word, shape, *where in rows:
+        if not isinstance(path, str) or not _are_numbers(shape):
+            raise ValueError(f"tensor {fqn!r:.200}: a part that cannot be")
+        stored = _stored(TENSOR, files, where)._replace(shape=tuple(shape))
+        parts.append(StoredPart(path, _named(word, torch.dtype), stored))
+    return MetadataIndex(fqn, offset), StoredParts(about, tuple(parts))
 
 
 def _check_planner_data(data: Any, names: Container[str]) -> None:
@@ -459,8 +513,9 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
         columns: Mapping[str, Any],
         chunks: Mapping[str, list[ChunkStorageMetadata]],
         leaves: Mapping[MetadataIndex, Stored],
+        parts: Mapping[MetadataIndex, StoredParts],
     ) -> None:
-        self._files, self._chunks, self._leaves = files, chunks, leaves
+        self._files, self._chunks, self._leaves, self._parts = files, chunks, leaves, parts
         places: list[list[int]] = [columns[name] for name in ("file", "record", "offset", "nbytes")]
         count = sum(map(len, chunks.values()))
         digests = [columns[name] for name in _DIGESTS]  # None where no box has any
@@ -504,8 +559,10 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
     def _box(self, fqn: str, number: int) -> Stored:
         file, record, offset, nbytes = (column[number] for column in self._places)
         crc32, sha256 = (None if column is None else column[number] for column in self._digests)
-        shape = tuple(self._chunks[fqn][number - self._begin[fqn]].sizes)
-        return Stored(TENSOR, self._files[file], record, offset, nbytes, crc32, sha256, shape=shape)
+        chunk = self._chunks[fqn][number - self._begin[fqn]]
+        parts = self._parts.get(MetadataIndex(fqn, chunk.offsets)) if self._parts else None
+        shape = tuple(chunk.sizes)
+        return Stored(TENSOR, self._files[file], record, offset, nbytes, crc32, sha256, shape=shape, parts=parts)
 
 
 def _are_numbers(column: Sequence[Any], end: int = 1 << 63, begin: int = 0) -> bool:

@@ -16,11 +16,13 @@ from torch.futures import Future
 from tensorizer._io.access import Access, Trust
 from tensorizer._keys import check_decryption
 from tensorizer._system.checks import thread_limit
+from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import box_at, check_cover, check_described, slices_of
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox, saved_parts
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
-from tensorizer.distributed._checkpoint.marker import ARRAYS, JSON, Stored, unpack_marker
+from tensorizer.distributed._checkpoint.marker import ARRAYS, JSON, Stored, StoredParts, unpack_marker
+from tensorizer.distributed._checkpoint.parts import about_name, put_together, same_parts, unsupported
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
 from tensorizer.signing import PublicKeyArgument
@@ -137,6 +139,7 @@ class TensorizerReader(Located, StorageReader):
 
         Raises:
             FormatError: A file is damaged, or is not the one that was written.
+            UnsupportedContentError: A tensor was saved by its parts, and the state dict has none of its class to fill.
             HashMismatchError: With ``verify_hash``, a box differs from what was written.
             pickle.UnpicklingError: A leaf holds more than simple values, without ``allow_pickle``.
             CryptographyError: The key is missing.
@@ -162,16 +165,27 @@ class TensorizerReader(Located, StorageReader):
     # ---- the items of a rank ----------------------------------------------------------------------------------------
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, files: CheckpointFiles) -> None:
-        wanted: list[tuple[ReadItem, WantedBox]] = []
+        wanted: list[WantedBox] = []
+        filled: list[tuple[ReadItem, torch.Tensor, Optional[Callable[[], None]]]] = []
         for item in plan.items:
             stored = self._stored(item.storage_index)
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._leaf(item.storage_index.fqn, stored, files))
+                continue
+            target = self._target(item, planner)
+            if stored.parts is None:
+                want = self._wanted_box(item, stored, target.detach())
+                wanted.append(want)
+                filled.append((item, want.target, None))
             else:
-                wanted.append((item, self._wanted_box(item, stored, planner)))
-        files.read(want for _, want in wanted)
-        for item, want in wanted:
-            planner.commit_tensor(item, want.target)
+                inner, end = self._wanted_parts(item, stored, stored.parts, target, planner, files)
+                wanted += inner
+                filled.append((item, target, end))
+        files.read(wanted)
+        for item, target, end in filled:
+            if end is not None:
+                end()
+            planner.commit_tensor(item, target)
 
     def _stored(self, index: MetadataIndex) -> Stored:
         assert self._metadata is not None
@@ -182,17 +196,58 @@ class TensorizerReader(Located, StorageReader):
             raise FormatError(f"{self._folder().where}: the checkpoint has no data of {index.fqn!r}{where}")
         return found
 
-    def _wanted_box(self, item: ReadItem, stored: Stored, planner: LoadPlanner) -> WantedBox:
+    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+        fqn = item.storage_index.fqn
+        check_described(planner, item.dest_index.fqn, item.dest_index.offset)
+        target = planner.resolve_tensor(item)
+        if target.size() != torch.Size(item.lengths):
+            raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
+        return target
+
+    def _wanted_box(self, item: ReadItem, stored: Stored, target: torch.Tensor) -> WantedBox:
         assert self._metadata is not None
         fqn = item.storage_index.fqn
         saved_as = self._metadata.state_dict_metadata[fqn]
         assert isinstance(saved_as, TensorStorageMetadata)
-        check_described(planner, item.dest_index.fqn, item.dest_index.offset)
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != torch.Size(item.lengths):
-            raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
         part = slices_of(box_at(item.storage_offsets, item.lengths))
         return WantedBox(Saved(fqn, stored, saved_as.properties.dtype), part, target)
+
+    def _wanted_parts(
+        self,
+        item: ReadItem,
+        stored: Stored,
+        inner: StoredParts,
+        target: torch.Tensor,
+        planner: LoadPlanner,
+        files: CheckpointFiles,
+    ) -> tuple[list[WantedBox], Optional[Callable[[], None]]]:
+        """The inner tensors of a box that is made of others: into those of the target where they are alike, else into
+        new ones, of which the class of the target then makes what is copied into it."""
+        fqn = item.storage_index.fqn
+        about = inner.about
+        text = files.read_bytes(about_name(fqn), about) if about.text is None else about.text
+        alike = same_parts(fqn, text, [part.path for part in inner.parts], target)
+        saved = saved_parts(fqn, inner)
+        described = [(one.dtype, one.stored.shape) for one in saved]
+        look_up = getattr(planner, "lookup_tensor", None)
+        is_whole = (
+            stored.shape == tuple(item.lengths)
+            and look_up is not None
+            and look_up(item.dest_index).shape == target.shape  # else it is a part of a tensor, perhaps a copy
+        )
+        if is_whole and alike is not None and [(t.dtype, tuple(t.shape)) for _, t in alike] == described:
+            return [_whole(one, tensor) for one, (_, tensor) in zip(saved, alike)], None
+        fresh = [empty(shape, dtype=dtype, device=target.device) for dtype, shape in described]
+
+        def end() -> None:
+            made = put_together(fqn, text, target, fresh)
+            with torch.no_grad(), unsupported(fqn, target):
+                for dim, (begin, size) in enumerate(zip(item.storage_offsets, item.lengths)):
+                    if size != stored.shape[dim]:
+                        made = made.narrow(dim, begin, size)
+                target.copy_(made)
+
+        return [_whole(one, tensor) for one, tensor in zip(saved, fresh)], end
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
@@ -200,3 +255,7 @@ class TensorizerReader(Located, StorageReader):
             return torch_saved(files.read_value(fqn, stored))
         data = io.BytesIO(files.read_bytes(fqn, stored))
         return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))
+
+
+def _whole(saved: Saved, target: torch.Tensor) -> WantedBox:
+    return WantedBox(saved, tuple(slice(0, size) for size in saved.stored.shape), target)

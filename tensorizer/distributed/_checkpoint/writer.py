@@ -27,11 +27,19 @@ from tensorizer._save.session import check_hashes, memory_of, on_fast_device, te
 from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_described
-from tensorizer.distributed._checkpoint import arrays
+from tensorizer.distributed._checkpoint import arrays, parts
 from tensorizer.distributed._checkpoint import marker as markers
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, to_json
-from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, check_keys, key_check, pack_marker
+from tensorizer.distributed._checkpoint.marker import (
+    SavedFile,
+    Stored,
+    StoredPart,
+    StoredParts,
+    check_keys,
+    key_check,
+    pack_marker,
+)
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
@@ -60,6 +68,9 @@ class TensorizerWriter(Located, StorageWriter):
 
     Nothing in the files is a pickle, except for leaves that are neither tensors nor made of numbers, texts, bytes,
     NumPy arrays of numbers, lists, tuples and dicts.
+
+    A tensor that is made of others (``__tensor_flatten__``), as of quantising libraries, is stored by these. To load
+    it, pass one of its class in the state dict.
 
     You can pickle it, as ``async_save`` in a process does: it holds no open file, thread or connection. A key is
     pickled too; to avoid that, pass a function that returns the key.
@@ -158,6 +169,7 @@ class TensorizerWriter(Located, StorageWriter):
         Raises:
             OSError: The file could not be written; no part of it is left.
             TypeError: A leaf that readers reject, without ``allow_pickle``.
+            UnsupportedContentError: A tensor that is made of others, whose class knows more of it than can be stored.
             NotImplementedError: A tensor that the format cannot hold.
         """
         future: Future[list[WriteResult]] = Future()
@@ -224,11 +236,30 @@ class TensorizerWriter(Located, StorageWriter):
             if shape.numel() == 0:
                 results.append(WriteResult(item.index, 0, Stored(markers.TENSOR)))
                 continue
+            tensor = _made_of_parts(item, planner)
+            if tensor is not None:
+                records += self._planned_parts(item, tensor, names)
+                continue
             path = (_unused(item.index, names),)
             records.append(_Planned(item, markers.TENSOR, Record(path, data.properties.dtype, tuple(shape))))
         if records:
             results += self._write_file(int(plan.storage_data or 0), records, planner)
         return results
+
+    def _planned_parts(self, item: WriteItem, tensor: torch.Tensor, names: set[str]) -> list[_Planned]:
+        """The records of a tensor that is made of others, the one of what else is known of it first."""
+        fqn, offset = item.index.fqn, item.index.offset
+        text, inner = parts.take_apart(fqn, tensor)
+        inline = len(text) <= _MAX_INLINE_NBYTES and self._encryption is None
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        planned = []
+        for path, source in [*([] if inline else [("", content)]), *inner]:
+            name = f"{fqn}.{path}" if path else parts.about_name(fqn)
+            record = Record(
+                (_unused(MetadataIndex(name, offset), names),), source.dtype, tuple(source.shape), source=source
+            )
+            planned.append(_Planned(item, markers.TENSOR, record, path, text if inline else None))
+        return planned
 
     def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, tuple[str, torch.Tensor]]:
         """A leaf that is no tensor: in the marker, or its kind and its bytes, for a record."""
@@ -283,14 +314,17 @@ class TensorizerWriter(Located, StorageWriter):
             None if digest is None else digest.hex(),
             None if params is None or digest is None else key_check(params, digest),
         )
-        return [
-            WriteResult(
-                item.index,
-                record.nbytes,
-                Stored(kind, file, i, offset, record.nbytes, crc32, None if sha256 is None else sha256.hex()),
-            )
-            for i, ((item, kind, record), (offset, crc32, sha256)) in enumerate(zip(records, facts))
-        ]
+        results: list[WriteResult] = []
+        of_parts: dict[MetadataIndex, list[tuple[_Planned, Stored]]] = {}
+        for i, (planned, (offset, crc32, sha256)) in enumerate(zip(records, facts)):
+            record = planned.record
+            digest_text = None if sha256 is None else sha256.hex()
+            stored = Stored(planned.kind, file, i, offset, record.nbytes, crc32, digest_text, shape=record.shape)
+            if planned.part is None:
+                results.append(WriteResult(planned.item.index, record.nbytes, stored))
+            else:
+                of_parts.setdefault(planned.item.index, []).append((planned, stored))
+        return results + [_result_of_parts(index, found) for index, found in of_parts.items()]
 
 
 class _Planned(NamedTuple):
@@ -298,7 +332,9 @@ class _Planned(NamedTuple):
 
     item: WriteItem
     kind: str
-    record: Record  # whose source is the content of a leaf; tensors are asked for when their turn comes
+    record: Record  # whose source is the content of a leaf, or a part; tensors are asked for when their turn comes
+    part: Optional[str] = None  # the path of an inner tensor of the item; empty for what else is known of it
+    about: Optional[str] = None  # that, of an inner tensor, where it goes into the marker
 
     def tensor(self, planner: SavePlanner) -> torch.Tensor:
         """The data, where they are; as planned.
@@ -319,6 +355,26 @@ class _Planned(NamedTuple):
             )
         stored_dtype(record.name, tensor)
         return torch.Tensor.detach(tensor)
+
+
+def _made_of_parts(item: WriteItem, planner: SavePlanner) -> Optional[torch.Tensor]:
+    """The tensor of an item where it is made of others; it is asked for only where the state dict has such a one."""
+    value = (getattr(planner, "state_dict", None) or {}).get(item.index.fqn)
+    local = getattr(value, "_local_tensor", value)  # of a DTensor
+    if not hasattr(type(local), "__tensor_flatten__"):
+        return None
+    tensor: Any = planner.resolve_data(item)
+    return tensor if parts.is_made_of_parts(tensor) else None
+
+
+def _result_of_parts(index: MetadataIndex, found: Sequence[tuple[_Planned, Stored]]) -> WriteResult:
+    """What was written for one item that is made of others."""
+    (first, about), *_ = found
+    inner = [(planned, stored) for planned, stored in found if planned.part]
+    known = Stored(markers.JSON, text=first.about) if first.part else about._replace(kind=markers.JSON)
+    of_parts = tuple(StoredPart(str(planned.part), planned.record.dtype, stored) for planned, stored in inner)
+    whole = inner[0][1]._replace(parts=StoredParts(known, of_parts))
+    return WriteResult(index, sum(stored.nbytes for _, stored in inner), whole)
 
 
 def _unused(index: MetadataIndex, names: set[str]) -> str:

@@ -1,0 +1,206 @@
+"""Tensors that are made of other tensors, as those of quantising libraries: taken apart, and put together again.
+
+Their classes say how: ``__tensor_flatten__`` gives the names of the inner tensors and what else there is to know (the
+context), and ``__tensor_unflatten__`` makes a tensor of both. Of the context a text is stored, which is compared with
+that of the tensor that is loaded into. Nothing is imported because of it: classes and enumerations are names in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from tensorizer._format.payloads import dense_nbytes, has_own_data, stored_dtype
+from tensorizer.distributed._checkpoint.json_values import NotSimple, Place, decoded, encoded
+from tensorizer.errors import FormatError, UnsupportedContentError
+
+
+class Part(NamedTuple):
+    """One inner tensor of a tensor, or of an inner tensor of it."""
+
+    path: str
+    """The attributes that lead to it, with dots."""
+    tensor: torch.Tensor
+
+
+def about_name(name: str) -> str:
+    """The name of the record of what :func:`take_apart` says of a tensor, where it is encrypted or long."""
+    return f"{name}.__tensor_flatten__"
+
+
+def is_made_of_parts(tensor: Any) -> bool:
+    """Whether a tensor has no memory of its own, and a class that says of which tensors it is made.
+
+    The result of a collective that may still run is not: whoever waits for it gets the tensor itself.
+    """
+    kind = type(tensor)
+    return (
+        hasattr(kind, "__tensor_flatten__")
+        and not hasattr(kind, "trigger_wait")
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not has_own_data(tensor)
+    )
+
+
+def take_apart(name: str, tensor: torch.Tensor) -> tuple[str, list[Part]]:
+    """The JSON text for classes and contexts of a tensor, and the plain tensors that it is made of.
+
+    Raises:
+        UnsupportedContentError: A context that is more than simple values, and enumerations and dataclasses of them.
+        NotImplementedError: An inner tensor that files cannot hold.
+    """
+    parts: list[Part] = []
+    node = _node(name, tensor, "", parts, {})
+    if not parts:
+        raise UnsupportedContentError(f"tensor {name!r:.200}: a {_name_of(type(tensor))} without tensors in it")
+    for part in parts:
+        stored_dtype(f"{name}.{part.path}", part.tensor)
+    return json.dumps(node, separators=(",", ":")), parts
+
+
+def same_parts(name: str, text: Any, paths: Sequence[str], tensor: torch.Tensor) -> Optional[list[Part]]:
+    """The inner tensors of a tensor that has the classes and contexts of `text`; ``None`` where a context differs.
+
+    Raises:
+        UnsupportedContentError: It is of another class.
+        FormatError: Not a text of :func:`take_apart`, or not of parts with these paths.
+    """
+    parts: list[Part] = []
+    wanted = _parsed(name, text)
+    if list(_paths(name, wanted, "")) != list(paths):
+        raise FormatError(f"tensor {name!r:.200}: wanted its parts, found {list(paths)!r:.200}")
+    found = _node(name, tensor, "", parts, {}) if is_made_of_parts(tensor) else None
+    _check_class(name, wanted, tensor)
+    return parts if found == wanted else None
+
+
+def put_together(name: str, text: Any, like: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
+    """The tensor of the classes of `like` that has these inner tensors, in the order of :func:`take_apart`; after
+    :func:`same_parts`.
+
+    Raises:
+        UnsupportedContentError: Its classes, or what has no value but a name in its context, are not those of `like`.
+    """
+    return _built(name, _parsed(name, text), like, iter(tensors))
+
+
+@contextlib.contextmanager
+def unsupported(name: str, tensor: torch.Tensor) -> Iterator[None]:
+    """Around what a class may not know how to do with parts of a tensor, with its own words for that."""
+    try:
+        yield
+    except Exception as error:  # whatever a class of somebody else's raises
+        raise UnsupportedContentError(
+            f"tensor {name!r:.200}: a {_name_of(type(tensor))} cannot take what was saved, whose parts differ: {error}"
+        ) from error
+
+
+def _parsed(name: str, text: Any) -> dict[str, Any]:
+    try:
+        node = json.loads(text)
+    except (ValueError, RecursionError):
+        node = None
+    if not isinstance(node, dict):
+        raise FormatError(f"tensor {name!r:.200}: wanted what is known of a tensor of parts, found {text!r:.80}")
+    return node
+
+
+def _paths(name: str, node: Mapping[str, Any], above: str) -> Iterator[str]:
+    """The paths of the inner tensors that a text tells of. Raises ``FormatError`` for another text."""
+    try:
+        tensors = [(str(attribute), inner) for attribute, inner in node["tensors"]]
+        is_known = isinstance(node["class"], str) and "context" in node and dense_nbytes(node["shape"], 1) is not None
+    except (ValueError, TypeError, KeyError):
+        is_known, tensors = False, []
+    if not is_known or not {type(inner) for _, inner in tensors} <= {dict, type(None)}:
+        raise FormatError(f"tensor {name!r:.200}: wanted what is known of its parts, found {node!r:.80}")
+    for attribute, inner in tensors:
+        path = f"{above}.{attribute}" if above else attribute
+        yield from [path] if inner is None else _paths(name, inner, path)
+
+
+def _node(name: str, tensor: Any, path: str, parts: list[Part], named: dict[str, Any]) -> dict[str, Any]:
+    """What JSON has of a tensor; its inner tensors become `parts`, and what has no value but a name becomes `named`."""
+    attributes, context = tensor.__tensor_flatten__()
+    tensors: list[list[Any]] = []
+    for attribute in attributes:
+        inner = getattr(tensor, attribute)
+        below = f"{path}.{attribute}" if path else attribute
+        if is_made_of_parts(inner):
+            tensors.append([attribute, _node(name, inner, below, parts, named)])
+        else:
+            tensors.append([attribute, None])
+            parts.append(Part(below, inner.detach()))
+    try:
+        known = encoded(context, lambda value: _leaf(value, named))
+    except (NotSimple, RecursionError) as error:
+        raise UnsupportedContentError(
+            f"tensor {name!r:.200}: what {_name_of(type(tensor))} says of itself besides its tensors cannot be stored: "
+            f"{error}"
+        ) from None
+    return {"class": _name_of(type(tensor)), "shape": list(tensor.shape), "context": known, "tensors": tensors}
+
+
+def _leaf(value: Any, named: dict[str, Any]) -> Any:
+    if isinstance(value, torch.Size):
+        return {"size": list(value)}
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return {"torch": str(value).rpartition(".")[2]}
+    if isinstance(value, torch.device):
+        node: Any = {"device": None}  # that of the tensor that is loaded into
+    elif isinstance(value, enum.Enum):
+        node = {"enum": [_name_of(type(value)), value.name]}
+    elif isinstance(value, type):
+        node = {"class": _name_of(value)}
+    elif dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        node = {"fields": [_name_of(type(value)), encoded(fields, lambda inner: _leaf(inner, named))]}
+    else:
+        raise NotSimple(f"found {type(value).__name__}")
+    named[json.dumps(node)] = value
+    return node
+
+
+def _built(name: str, node: Mapping[str, Any], like: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    _check_class(name, node, like)
+    inner = {}
+    for attribute, below in node["tensors"]:
+        of_like = getattr(like, attribute, None)
+        inner[attribute] = next(tensors) if below is None else _built(name, below, of_like, tensors)
+    named: dict[str, Any] = {}
+    _node(name, like, "", [], named)
+
+    def leaf(content: Any, _: Place) -> Any:
+        ((kind, value),) = content.items()
+        if kind == "size":
+            return torch.Size(value)
+        return getattr(torch, value) if kind == "torch" else named[json.dumps(content)]
+
+    try:
+        context = decoded(node["context"], leaf)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UnsupportedContentError(
+            f"tensor {name!r:.200}: was saved with another {node['class']:.200} than the one it is loaded into: {error}"
+        ) from None
+    shape = torch.Size(node["shape"])
+    stride = torch.empty(shape, device="meta").stride()
+    return type(like).__tensor_unflatten__(inner, context, shape, stride)
+
+
+def _check_class(name: str, node: Mapping[str, Any], tensor: Any) -> None:
+    if node["class"] != _name_of(type(tensor)):
+        raise UnsupportedContentError(
+            f"tensor {name!r:.200}: was saved as the parts of a {node['class']:.200}; "
+            f"wanted one to load it into, found a {_name_of(type(tensor))}"
+        )
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
