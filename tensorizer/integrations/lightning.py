@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Any, Optional, Union, cast
 
@@ -22,6 +22,7 @@ import torch
 from tensorizer._files.contents import not_storable
 from tensorizer._files.copy import remove_files
 from tensorizer._io.uri import check_is_path, scheme_of
+from tensorizer._save.records import place_of
 from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
@@ -68,9 +69,10 @@ MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], A
 class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not shown lightning
     """Keeps the checkpoints of ``Trainer(plugins=[…])`` and ``Fabric(plugins=[…])`` in one ``.tensors`` file each.
 
-    Tensors and NumPy arrays of numbers are records of the file. Numbers, texts, bytes, and lists, tuples and dicts of
-    them are JSON in its metadata. Other objects are stored as ``torch.save`` stores them, and read with
-    ``torch.load(weights_only=True)`` unless the caller trusts the file. A file appears when it is complete.
+    Tensors and NumPy arrays of numbers are records of the file. Tied weights are stored once, and are one tensor after
+    loading. Numbers, texts, bytes, and lists, tuples and dicts of them are JSON in its metadata. Other objects are
+    stored as ``torch.save`` stores them, and read with ``torch.load(weights_only=True)`` unless the caller trusts the
+    file. A file appears when it is complete.
     ``load_from_checkpoint`` of a ``LightningModule`` cannot read these files: pass
     ``load_checkpoint(path)["state_dict"]`` to ``load_state_dict``.
 
@@ -263,18 +265,22 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
 
 
 def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """JSON for a checkpoint, and the tensors that it names; one tensor or array in several places is one."""
+    """JSON for a checkpoint, and the tensors that it names; one tensor or array in several places is one, and so are
+    tied weights, which a state dict has as several tensors over the same memory."""
     tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, Any] = {}  # what stands for an object
+    names: dict[Hashable, Any] = {}  # what stands for an object, by its id, and for the memory of a tensor
 
     def leaf(value: Any) -> Any:
         if id(value) in names:
             return names[id(value)]
         name = str(len(tensors))
         if isinstance(value, torch.Tensor) and not not_storable({name: value}):
-            names[id(value)] = {"tensor": name}
-            tensors[name] = value.detach()
-            return names[id(value)]
+            place = place_of(value) or id(value)
+            if place not in names:
+                names[place] = {"tensor": name}
+                tensors[name] = value.detach()
+            names[id(value)] = names[place]
+            return names[place]
         if is_array_of_numbers(value):
             names[id(value)] = {"array": [name, value.dtype.str, list(value.shape)]}
             tensors[name] = tensor_of(value)

@@ -343,6 +343,30 @@ def test_arrays_of_numbers_are_records_and_come_back_without_trust(tmp_path):
             plugin.load_checkpoint(path)
 
 
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
+    class Tied(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(500, 100)
+            self.head = torch.nn.Linear(100, 500, bias=False)
+            self.head.weight = self.table.weight
+            self.register_buffer("one", torch.arange(6.0))
+            self.register_buffer("start", self.one[:3])
+            self.register_buffer("turned", self.one.view(2, 3).t())
+
+    model, path = Tied(), tmp_path / "tied.ckpt"
+    for plugin in (TensorizerCheckpointIO(), TensorizerCheckpointIO(async_save=True)):
+        plugin.save_checkpoint({"state_dict": model.state_dict(), "ema": dict(model.named_parameters())}, path)
+        plugin.teardown()
+        assert path.stat().st_size < 1.5 * model.head.weight.nbytes
+        back = plugin.load_checkpoint(path)
+        state = back["state_dict"]
+        assert state["head.weight"] is state["table.weight"] is back["ema"]["table.weight"]
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(state[name], tensor), name
+        assert len({state[name].data_ptr() for name in ("one", "start", "turned")}) == 3  # parts are no ties
+
+
 NO_TEXTS_OF_A_CHECKPOINT = [
     *("", "{", "{}", "[" * 100_000, '{"q":1}', '{"d":5}', '{"d":[[[1],2]]}', '{"n":["<i8",""]}', '{"i":5}'),
     *('{"x":5}', '{"x":{}}', '{"x":{"tensor":"none"}}', '{"x":{"tensor":["w"]}}', '{"x":{"other":"w"}}'),
