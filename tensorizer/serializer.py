@@ -38,6 +38,7 @@ from tensorizer._save.session import (
     batches_to_copy,
     check_hashes,
     check_metadata,
+    stay_until_the_end,
     write_tensors,
 )
 from tensorizer._system.checks import thread_limit
@@ -267,6 +268,9 @@ class TensorSerializer:
         Args:
             m: The module; never modified, unless `remove_tensors`.
             remove_tensors: Sets each parameter and buffer to ``None`` once its data are written, to free memory early.
+                The last ones, up to 256 MiB, stay until the call has succeeded, so a call that fails leaves a module of
+                that size whole. From a larger one, only tensors whose data the target had accepted are gone. The object
+                of an ``s3://`` URI appears at :meth:`close`: if that fails, the module has none of them any more.
             include_non_persistent_buffers: Writes also buffers that are not part of the state dict.
             include_extra_state: Stores also what ``get_extra_state`` of the modules returns: tensors or
                 nested dictionaries of tensors (64 MiB at most). ``load_into_module`` passes it to
@@ -388,7 +392,16 @@ class TensorSerializer:
         for record in records:
             if record.path in left_out:
                 left_out_with.setdefault(aliases[record.path], []).append(record)
-        total = sum(record.nbytes for record in written)
+        total = behind = sum(record.nbytes for record in written)
+        removable: list[Record] = []
+
+        def remove() -> None:
+            for record in removable:
+                for name in (record, *left_out_with.get(record.path, ())):
+                    setattr(*home_of[name.path], None)
+                    name.source = None
+            removable.clear()
+
         begun = False
         try:
             if extra is not None:
@@ -398,11 +411,13 @@ class TensorSerializer:
             with progress_reporter(self._progress, total, "saving") as report:
                 for batch in batches_to_copy(written, frees=bool(home_of)):
                     write_tensors(self._session, [record.source for record in batch], report)
-                    for record in batch if home_of else ():
-                        for name in (record, *left_out_with.get(record.path, ())):
-                            setattr(*home_of[name.path], None)
-                            name.source = None
+                    nbytes = sum(record.nbytes for record in batch)
+                    behind -= nbytes
+                    removable += batch if home_of else ()
+                    if not stay_until_the_end(nbytes, behind):
+                        remove()
             self._session.finish_call()
+            remove()
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored

@@ -70,6 +70,12 @@ def batches_to_copy(records: Sequence[Record], frees: bool = False) -> Iterator[
     return runs(records, nbytes, _COPY_BUDGET_NBYTES, lambda record: record.source.device)
 
 
+def stay_until_the_end(nbytes: int, behind: int) -> bool:
+    """Whether tensors that are taken out of their modules stay there until the call has succeeded, so that a failure
+    finds them: the last ones, as many as fit the budget, of which `behind` bytes are not written yet."""
+    return not behind or nbytes + behind <= _COPY_BUDGET_NBYTES
+
+
 def on_fast_device(tensor: torch.Tensor) -> bool:
     """Whether the extension takes the tensor's data from the device that it is on."""
     return tensor.is_cuda and cuda_engine.is_fast_device(tensor.device)

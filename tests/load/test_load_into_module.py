@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -115,6 +116,51 @@ def test_remove_tensors_frees_each_tensor_before_the_next_one_is_written(monkeyp
         serializer.write_module(torch.nn.ModuleList([model, tied]), remove_tensors=True)
     assert found == expected
     assert [ref() for ref in alive] == [None] * len(alive)
+
+
+class Full(io.BytesIO):
+    """A file that takes so many writes, and no more."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.left = writes
+
+    def write(self, data):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "no room")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("ties", ["once", "twice"])
+@pytest.mark.parametrize("budget", [1, 900, 256 << 20], ids=["each alone", "two together", "all together"])
+def test_remove_tensors_leaves_what_a_failed_write_did_not_store(monkeypatch, budget, ties):
+    """And all of it where it fits the budget, whenever the write fails; its end is a part of it."""
+    from tensorizer._save import session
+
+    monkeypatch.setattr(session, "_COPY_BUDGET_NBYTES", budget)
+    failed = 0
+    for writes in range(100):
+        model = torch.nn.ParameterList([torch.nn.Parameter(tensor((100,), seed=i)) for i in range(8)])
+        model.again = torch.nn.Module()
+        model.again.weight = model[0]
+        wanted = {name: samples.raw(value) for name, value in model.state_dict().items()}
+        file = Full(writes)
+        try:
+            serializer = TensorSerializer(file, ties=ties)
+            serializer.write_module(model, remove_tensors=True)
+        except OSError:
+            failed += 1
+            left = model.state_dict()
+            stored = file.getvalue()
+            for name, data in wanted.items():
+                assert name in left or (budget < 1000 and data in stored), (writes, name)
+            assert "7" in left or ties == "twice", writes
+            assert "again.weight" in left or ties == "once", writes
+        else:
+            assert not model.state_dict()
+            break
+    assert failed >= 4
 
 
 def test_a_failed_write_leaves_a_module_whole_that_was_to_be_stripped():
