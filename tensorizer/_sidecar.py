@@ -110,6 +110,47 @@ def default_save(file_obj: Any, tensors: list[torch.Tensor], kwargs: dict[str, A
         serializer.write_state_dict(tensors)
 
 
+def _storage_with_data(obj: Any) -> Optional[torch.UntypedStorage]:
+    storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+    if not isinstance(storage, torch.UntypedStorage):
+        return None
+    if storage.device.type == "meta" or storage.nbytes() == 0 or storage.data_ptr() == 0:
+        return None
+    return storage
+
+
+class _Found(Exception):
+    pass
+
+
+class _StorageFinder(pickle.Pickler):
+    """Raises at the first storage with data that it meets."""
+
+    def persistent_id(self, obj: Any) -> Optional[str]:
+        if _storage_with_data(obj) is not None:
+            raise _Found
+        return "" if torch.is_storage(obj) or isinstance(obj, torch.storage.TypedStorage) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        return memoryview(data).nbytes
+
+
+def has_tensor_data(obj: Any) -> bool:
+    """Whether pickling the object would store bytes of tensors. False for what cannot be pickled."""
+    try:
+        _StorageFinder(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    except _Found:
+        return True
+    except Exception:  # the caller's pickler says it
+        return False
+    return False
+
+
 class SaveSession:
     """One ``torch.save``: collects the storages it meets and writes them once the pickle is complete."""
 
@@ -121,15 +162,10 @@ class SaveSession:
 
     def persistent_id(self, obj: Any) -> Optional[tuple[Any, ...]]:
         """The id of a storage with data; ``None`` leaves the object to torch."""
-        dtype: Optional[torch.dtype] = None
-        if isinstance(obj, torch.storage.TypedStorage):
-            storage, dtype = obj._untyped_storage, obj.dtype
-        elif isinstance(obj, torch.UntypedStorage):
-            storage = obj
-        else:
+        storage = _storage_with_data(obj)
+        if storage is None:
             return None
-        if storage.device.type == "meta" or storage.nbytes() == 0 or storage.data_ptr() == 0:
-            return None
+        dtype = obj.dtype if isinstance(obj, torch.storage.TypedStorage) else None
         return (_MARKER, _VERSION, _KIND, self._index_of(storage), dtype)
 
     def _index_of(self, storage: torch.UntypedStorage) -> int:
@@ -188,7 +224,16 @@ def pickle_for_saving(session: SaveSession) -> Any:
             super().dump(obj)
             session.finish(self._pickle_file)
 
-    return types.SimpleNamespace(**{**vars(pickle), "Pickler": Pickler})
+    return _ModuleForSaving(**{**vars(pickle), "Pickler": Pickler})
+
+
+class _ModuleForSaving(types.SimpleNamespace):
+    pass
+
+
+def sends_tensors_to_sidecar(pickle_module: Any) -> bool:
+    """Whether it comes from :func:`pickle_for_saving`."""
+    return isinstance(pickle_module, _ModuleForSaving)
 
 
 # --- loading -------------------------------------------------------------------------------------------------------

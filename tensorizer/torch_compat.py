@@ -9,13 +9,14 @@ Every storage that has data goes to a second file, the *sidecar*. Arbitrary obje
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 
 import torch
@@ -29,10 +30,12 @@ from tensorizer._sidecar import (
     current_load,
     default_load,
     default_save,
+    has_tensor_data,
     pickle_for_saving,
+    sends_tensors_to_sidecar,
 )
 from tensorizer._system.config import env_text
-from tensorizer._system.patches import CountedPatch
+from tensorizer._system.patches import Activity, Block, CountedPatch, in_this_task
 
 __all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 
@@ -59,6 +62,12 @@ class _Context(NamedTuple):
     suppress_weights_only: bool
     kwargs: dict[str, Any]
 
+    @property
+    def protection(self) -> Optional[str]:
+        """What the user asked for that plain torch cannot do; ``None`` where plain torch is as good."""
+        wanted = [name for name in ("encryption", "signing_key") if self.kwargs.get(name) is not None]
+        return f"{wanted[0]}=" if wanted else None
+
 
 _saving: ContextVar[Optional[_Context]] = ContextVar("tensorizer_saving", default=None)
 _loading: ContextVar[Optional[_Context]] = ContextVar("tensorizer_loading", default=None)
@@ -71,15 +80,12 @@ def _is_stream(value: object) -> bool:
     return hasattr(value, "read") or hasattr(value, "write")
 
 
+_NO_NAME = "io.BytesIO has no name to derive the place of a .tensors file from"
+
+
 def _default_location(f: Any) -> Optional[_Location]:
     """The name of ``f`` with ``.tensors`` behind it; ``None`` (plain torch) for memory."""
-    import io
-
     if isinstance(f, io.BytesIO):
-        logger.warning(
-            "io.BytesIO has no name to derive the place of a .tensors file from: using plain torch serialization; "
-            "give file_obj to tensorizer_saving and tensorizer_loading to keep tensors apart"
-        )
         return None
     name = f if isinstance(f, (str, bytes, os.PathLike)) else getattr(f, "name", None)
     if not isinstance(name, (str, bytes, os.PathLike)):
@@ -104,8 +110,21 @@ class _Locations:
         self._one = spec
         self.is_used = False
 
-    def next_location(self, f: Any) -> Optional[_Location]:
-        """The sidecar of the file ``f``; ``None`` asks for plain torch."""
+    def next_location(self, f: Any, check_plain: Callable[[str], None] = lambda why: None) -> Optional[_Location]:
+        """The sidecar of the file ``f``; ``None`` asks for plain torch, which `check_plain` may refuse."""
+        location = self._location(f)
+        if location is None and isinstance(f, io.BytesIO) and not callable(self._one):
+            check_plain(_NO_NAME)
+            logger.warning(
+                "%s: using plain torch serialization; "
+                "give file_obj to tensorizer_saving and tensorizer_loading to keep tensors apart",
+                _NO_NAME,
+            )
+        elif location is None:
+            check_plain("file_obj asks for plain torch")
+        return location
+
+    def _location(self, f: Any) -> Optional[_Location]:
         spec: Any = self._one
         if self._many is not None:
             try:
@@ -138,10 +157,57 @@ def _require_standard_pickle(pickle_module: Any) -> None:
         raise ValueError(f"pickle_module: wanted the standard pickle module within torch_compat, found {name}")
 
 
+# The blocks with encryption= or signing_key= that are active anywhere in the process.
+_protected_blocks: set[object] = set()
+
+
+def _check_plain(obj: Any, f: Any, why: Optional[str] = None) -> None:
+    """Refuses plain ``torch.save`` for tensors that the user wants to be encrypted or signed."""
+    context = _saving.get()
+    if not (_protected_blocks if context is None else context.protection):
+        return
+    if isinstance(f, io.BytesIO) and isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
+        return  # how the pickle module stores a tensor: whoever calls that did not call torch.save
+    if not has_tensor_data(obj):
+        return
+    if context is None:
+        raise RuntimeError(
+            "torch.save in a thread or task without a tensorizer_saving block, while one with encryption= or "
+            "signing_key= is active elsewhere in the process, would store tensors without either: put a block around "
+            "this call, too; tensorizer_saving(lambda f: None) is one for plain torch.save"
+        )
+    if why is None:
+        why = (
+            "the call went around the block, by a reference to torch.save that is older (import the library that has "
+            "it inside a block) or from a task that outlives it"
+        )
+    raise ValueError(f"torch.save would ignore {context.protection} of tensorizer_saving: {why}")
+
+
+def _refusing(save: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the two functions that write a file of ``torch.save``, whichever reference to it the caller has."""
+
+    @wraps(save)
+    def checked(obj: Any, f: Any, pickle_module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not sends_tensors_to_sidecar(pickle_module):
+            _check_plain(obj, f)
+        return save(obj, f, pickle_module, *args, **kwargs)
+
+    return checked
+
+
+@cache
+def _refuse_plain_saves() -> None:
+    """Stays for good: tasks that outlive the block, in which they were made, count as inside."""
+    for name in ("_save", "_legacy_save"):
+        setattr(torch.serialization, name, _refusing(getattr(torch.serialization, name)))
+
+
 @wraps(_torch_save)
 def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> None:
     context = _saving.get()
     if context is None:
+        _check_plain(obj, f)  # before a file is replaced
         return _torch_save(obj, f, pickle_module, *args, **kwargs)
     _require_standard_pickle(pickle_module)
     save = default_save
@@ -149,7 +215,7 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
         context.locations.refuse_second_use()
     else:
         save = context.function
-    location = context.locations.next_location(f)
+    location = context.locations.next_location(f, lambda why: _check_plain(obj, f, why))
     if location is None:
         return _torch_save(obj, f, pickle, *args, **kwargs)
     session = SaveSession(location, save, context.kwargs, f)
@@ -223,14 +289,31 @@ _patched_load = CountedPatch(
 
 
 @contextmanager
-def tensorizer_saving(
-    file_obj: LocationSpec = None, *, save_func: Optional[SaveFunc] = None, **kwargs: Any
-) -> Iterator[None]:
+def _saving_anywhere(context: _Context) -> Iterator[None]:
+    """What the whole process has to know of a block."""
+    with _patched_save:
+        if not context.protection:
+            yield
+            return
+        _refuse_plain_saves()
+        block = object()
+        _protected_blocks.add(block)
+        try:
+            yield
+        finally:
+            _protected_blocks.discard(block)
+
+
+def tensorizer_saving(file_obj: LocationSpec = None, *, save_func: Optional[SaveFunc] = None, **kwargs: Any) -> Block:
     """While active, ``torch.save`` writes the tensors to a separate ``.tensors`` file.
 
-    Works as a context manager and as a decorator, and applies only to the current thread and task. Blocks nest; the
-    innermost one's arguments apply. References to ``torch.save`` taken before the block (``from torch import save``)
-    are not affected: import the library that takes them inside a block.
+    Works as a context manager and as a decorator, also of coroutine functions and generators, and applies only to the
+    current thread and task. Blocks nest; the innermost one's arguments apply. References to ``torch.save`` taken before
+    the block (``from torch import save``) are not affected: import the library that takes them inside a block.
+
+    With ``encryption`` or ``signing_key``, ``torch.save`` raises where it would store tensors without: for
+    ``io.BytesIO`` without `file_obj`, through older references, and while the block is active in every thread and task
+    without a block of its own. What other processes save that you start inside the block, this does not reach.
 
     Args:
         file_obj: Where the tensors go. ``None``: the name of the file given to ``torch.save`` with ``.tensors``
@@ -247,22 +330,26 @@ def tensorizer_saving(
 
     Raises:
         ValueError: At the call of ``torch.save``: a ``pickle_module`` other than ``pickle``, a fixed location used
-            twice, or a list of locations used up.
+            twice, a list of locations used up, or no place for tensors that are to be encrypted or signed.
+        RuntimeError: At the call of ``torch.save`` in another thread, which has no block, while this one has
+            ``encryption`` or ``signing_key``.
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
     """
-    context = _Context(_Locations(file_obj), save_func, False, kwargs)
-    with _patched_save.for_this_task(_saving, context):
-        yield
+
+    def begin() -> Activity:
+        context = _Context(_Locations(file_obj), save_func, False, kwargs)
+        return Activity(lambda: _saving_anywhere(context), lambda: in_this_task(_saving, context))
+
+    return Block(begin)
 
 
-@contextmanager
 def tensorizer_loading(
     file_obj: LocationSpec = None,
     *,
     load_func: Optional[LoadFunc] = None,
     suppress_weights_only: bool = False,
     **kwargs: Any,
-) -> Iterator[None]:
+) -> Block:
     """While active, ``torch.load`` reads files that were saved under :func:`tensorizer_saving`.
 
     Files of plain ``torch.save`` load as always: the ``.tensors`` file is opened at the first reference to it. All
@@ -288,6 +375,9 @@ def tensorizer_loading(
         ValueError: At the call of ``torch.load``: a ``pickle_module`` other than ``pickle``, or ``dtype`` among the
             keywords (the file holds the bytes of whole storages, not numbers).
     """
-    context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
-    with _patched_load.for_this_task(_loading, context):
-        yield
+
+    def begin() -> Activity:
+        context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
+        return Activity(lambda: _patched_load, lambda: in_this_task(_loading, context))
+
+    return Block(begin)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, 
 
 import torch
 
-from tensorizer._system.patches import CountedPatch
+from tensorizer._system.patches import Activity, Block, CountedPatch, in_this_task
 from tensorizer._system.sizes import convert_bytes
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
     Raises:
         TypeError: ``loading_code`` is neither ``None`` nor callable.
     """
-    block = _without_values.for_this_task(_skipping_init, True)
+    block = Block(lambda: Activity(lambda: _without_values, lambda: in_this_task(_skipping_init, True)))
     if loading_code is None:
         return block
     if not callable(loading_code):

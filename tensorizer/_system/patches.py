@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar, cast
 
 _Value = TypeVar("_Value")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Make = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class CountedPatch(contextlib.AbstractContextManager[None]):
@@ -40,13 +45,155 @@ class CountedPatch(contextlib.AbstractContextManager[None]):
             if self._blocks == 0:
                 self._undo.close()
 
-    @contextlib.contextmanager
-    def for_this_task(self, variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
-        """A block that needs the patch, and in which `variable`, which tells it from other threads, has a value."""
-        outer = variable.get()
-        with self:
-            variable.set(value)
+
+@contextlib.contextmanager
+def in_this_task(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Within it `variable`, which tells this thread and task from others, has a value."""
+    outer = variable.get()
+    variable.set(value)
+    try:
+        yield
+    finally:
+        variable.set(outer)
+
+
+class Activity(NamedTuple):
+    """What is active for one block, or for one call of a decorated function. Both make a context manager each time."""
+
+    # From the first line to the last, also while a coroutine waits; a generator ends it at every step.
+    whole: _Make
+    # Only while code of the block runs, in the task that runs it.
+    step: _Make
+
+
+class Block(contextlib.AbstractContextManager[None]):
+    """A block to enter once with ``with``, and a decorator of functions, coroutines and generators.
+
+    It is active while the code of a decorated coroutine or generator runs, wherever and whenever that is. What other
+    code does between the steps of a generator is not part of it.
+
+    Args:
+        begin: Called when the block is entered, and at each call of a decorated function.
+    """
+
+    def __init__(self, begin: Callable[[], Activity]) -> None:
+        self._begin = begin
+        self._active: Optional[contextlib.ExitStack] = None
+        self._is_new = True
+
+    def __enter__(self) -> None:
+        if not self._is_new:
+            raise RuntimeError("this block was entered before: make a new one for each with statement")
+        self._is_new = False
+        self._active = _entered(self._begin())
+
+    def __exit__(self, *exc: Any) -> None:
+        active, self._active = self._active, None
+        if active is not None:
+            active.__exit__(*exc)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Returns the function, whose calls run within a block of their own."""
+        return cast(_Function, _decorated(function, self._begin))
+
+
+def _entered(activity: Activity) -> contextlib.ExitStack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activity.whole())
+        stack.enter_context(activity.step())
+        return stack.pop_all()
+
+
+def _decorated(function: Any, begin: Callable[[], Activity]) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return _coroutine(function, begin)
+    if inspect.isasyncgenfunction(function):
+        return _async_generator(function, begin)
+    if inspect.isgeneratorfunction(function):
+        return _generator(function, begin)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        activity = begin()
+        with _entered(activity):
+            result = function(*args, **kwargs)
+        # A partial or another decorator may hide what kind of function it is.
+        kinds = (
+            (inspect.iscoroutine, _coroutine),
+            (inspect.isasyncgen, _async_generator),
+            (inspect.isgenerator, _generator),
+        )
+        for is_kind, decorated in kinds:
+            if is_kind(result):
+                return decorated(lambda: result, lambda: activity)()
+        return result
+
+    return call
+
+
+def _coroutine(function: Any, begin: Callable[[], Activity]) -> Any:
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        activity = begin()
+        with activity.whole():
+            return await _awaitable_steps(function(*args, **kwargs), activity.step)
+
+    return call
+
+
+def _generator(function: Any, begin: Callable[[], Activity]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        activity = begin()
+        return (yield from _steps(function(*args, **kwargs), lambda: _entered(activity)))
+
+    return call
+
+
+def _async_generator(function: Any, begin: Callable[[], Activity]) -> Any:
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        activity = begin()
+        inner = function(*args, **kwargs)
+        try:
+            step = inner.asend(None)
+            while True:
+                try:
+                    with activity.whole():
+                        value = await _awaitable_steps(step, activity.step)
+                except StopAsyncIteration:
+                    return
+                try:
+                    step = inner.asend((yield value))
+                except GeneratorExit:
+                    raise
+                except BaseException as error:
+                    step = inner.athrow(error)
+        finally:
+            with activity.whole():
+                await _awaitable_steps(inner.aclose(), activity.step)
+
+    return call
+
+
+def _steps(inner: Any, active: _Make) -> Generator[Any, Any, Any]:
+    """What a generator, or what an awaitable gives, each of whose steps runs within a new `active()`."""
+    step, argument = inner.send, None
+    while True:
+        with active():
             try:
-                yield
-            finally:
-                variable.set(outer)
+                value = step(argument)
+            except StopIteration as end:
+                return end.value
+        try:
+            argument = yield value
+            step = inner.send
+        except GeneratorExit:
+            with active():
+                inner.close()
+            raise
+        except BaseException as error:
+            step, argument = inner.throw, error
+
+
+_awaitable_steps = types.coroutine(_steps)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import collections
+import importlib.util
 import io
 import json
 import os
@@ -628,6 +630,60 @@ def test_in_the_block_the_names_of_torchs_storage_are_classes_and_those_derived_
     assert type(InsideReader(tmp_path)) is InsideReader
     assert dcp.FileSystemWriter is genuine
     assert not isinstance(writer, AsyncStager)  # as before the block: torch would ask it to copy tensors
+
+
+def test_dcp_default_decorates_coroutines_and_generators(tmp_path):
+    state = {"w": torch.full((100,), 7.125)}
+    key = EncryptionParams.random()
+
+    @td.dcp_default(writer={"encryption": key})
+    async def coroutine(path):
+        await asyncio.sleep(0)
+        dcp.save(state, checkpoint_id=path)
+
+    @td.dcp_default(writer={"encryption": key})
+    async def in_a_thread(path):
+        await asyncio.get_running_loop().run_in_executor(None, lambda: dcp.save(state, checkpoint_id=path))
+
+    @td.dcp_default(writer={"encryption": key})
+    def generator(path):
+        yield dcp.save(state, checkpoint_id=path)
+        yield None
+
+    @td.dcp_default(writer={"encryption": key})
+    async def async_generator(path):
+        yield dcp.save(state, checkpoint_id=path)
+
+    async def drain(path):
+        async for _ in async_generator(path):
+            pass
+
+    before = dcp.FileSystemWriter
+    asyncio.run(coroutine(tmp_path / "1"))
+    asyncio.run(in_a_thread(tmp_path / "2"))
+    for _ in generator(tmp_path / "3"):
+        assert dcp.FileSystemWriter is before  # between its steps
+    asyncio.run(drain(tmp_path / "4"))
+    for number in "1234":
+        files = list((tmp_path / number).iterdir())
+        assert sorted(path.suffix for path in files) == ["", ".tensors"]
+        assert all(state["w"].numpy().tobytes() not in path.read_bytes() for path in files)
+
+
+def test_dcp_default_with_a_key_never_lets_a_writer_of_torch_write_in_clear(tmp_path):
+    state = {"w": torch.full((100,), 7.125)}
+    older = dcp.FileSystemWriter
+    with td.dcp_default(writer={"encryption": EncryptionParams.random()}):
+        for kind in (older, type("Derived", (older,), {})):
+            with pytest.raises(ValueError, match="would ignore encryption="):
+                dcp.save(state, storage_writer=kind(tmp_path / "a"))
+        if importlib.util.find_spec("fsspec"):
+            with pytest.raises(ValueError, match="would ignore encryption="):
+                dcp.save(state, checkpoint_id="memory://folder/a")
+    assert not (tmp_path / "a").exists()
+    with td.dcp_default():
+        dcp.save(state, storage_writer=older(tmp_path / "a"))
+    assert (tmp_path / "a" / ".metadata").exists()
 
 
 def test_a_checkpoint_is_there_already_only_where_the_status_says_so(monkeypatch):

@@ -234,6 +234,23 @@ def test_it_calls_what_it_is_given_and_works_as_a_decorator():
         assert decorated().linear.weight.is_meta
 
 
+def test_as_a_decorator_it_is_active_while_coroutines_and_generators_run():
+    @no_init_or_tensor()
+    async def coroutine():
+        await asyncio.sleep(0)
+        return Net()
+
+    @no_init_or_tensor()
+    def generator():
+        yield Net()
+        yield Net()
+
+    assert asyncio.run(coroutine()).linear.weight.is_meta
+    for net in generator():
+        assert net.linear.weight.is_meta
+        assert not Net().linear.weight.is_meta
+
+
 @pytest.mark.parametrize("wrong", [5, "text", [Net()]], ids=["int", "str", "list of a module"])
 def test_anything_that_is_not_callable_is_refused(wrong):
     with pytest.raises(TypeError, match="callable"):

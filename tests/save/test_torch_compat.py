@@ -983,6 +983,275 @@ def test_ambient_devices_and_dtypes_do_not_matter(pt):
     assert torch.equal(loaded["tensor"], tensor)
 
 
+# --- decorators ----------------------------------------------------------------------------------------------------
+
+
+def decorated_saves(block):
+    """Functions of every kind under the decorator, each of which saves what it is given, as functions of a path."""
+
+    @block
+    def function(path):
+        torch.save(ONES, path)
+
+    @block
+    async def coroutine(path):
+        await asyncio.sleep(0)
+        torch.save(ONES, path)
+        await asyncio.sleep(0)
+
+    @block
+    def generator(path):
+        yield 1
+        torch.save(ONES, path)
+        yield 2
+
+    @block
+    async def async_generator(path):
+        yield 1
+        await asyncio.sleep(0)
+        torch.save(ONES, path)
+        yield 2
+
+    @block
+    def hidden_coroutine(path):
+        async def inner():
+            torch.save(ONES, path)
+
+        return inner()
+
+    class WithMethod:
+        @block
+        async def method(self, path):
+            torch.save(ONES, path)
+
+    async def drain(path):
+        assert [number async for number in async_generator(path)] == [1, 2]
+
+    async def apart(path):
+        await asyncio.create_task(coroutine(path))
+
+    assert inspect.iscoroutinefunction(coroutine)
+    assert inspect.isgeneratorfunction(generator)
+    assert inspect.isasyncgenfunction(async_generator)
+    assert coroutine.__name__ == "coroutine"
+    return {
+        "function": function,
+        "coroutine": lambda path: asyncio.run(coroutine(path)),
+        "task": lambda path: asyncio.run(apart(path)),
+        "generator": lambda path: list(generator(path)),
+        "async generator": lambda path: asyncio.run(drain(path)),
+        "function that returns a coroutine": lambda path: asyncio.run(hidden_coroutine(path)),
+        "partial": lambda path: asyncio.run(block(functools.partial(coroutine.__wrapped__, path))()),
+        "method": lambda path: asyncio.run(WithMethod().method(path)),
+    }
+
+
+def test_decorated_functions_of_every_kind_save_within_the_block(tmp_path):
+    key = EncryptionParams.random()
+    for number, (kind, call) in enumerate(decorated_saves(tensorizer_saving(encryption=key)).items()):
+        path = tmp_path / f"{number}.pt"
+        call(path)
+        assert sidecar_of(path).exists(), kind
+        assert ONES.numpy().tobytes() not in path.read_bytes() + sidecar_of(path).read_bytes(), kind
+
+
+def test_decorated_functions_of_every_kind_load_within_the_block(pt):
+    save(ONES, pt)
+
+    @tensorizer_loading(device="cpu")
+    async def coroutine():
+        return torch.load(pt)
+
+    @tensorizer_loading(device="cpu")
+    def generator():
+        yield torch.load(pt)
+
+    @tensorizer_loading(device="cpu")
+    async def async_generator():
+        yield torch.load(pt)
+
+    async def drain():
+        return [loaded async for loaded in async_generator()]
+
+    for loaded in (asyncio.run(coroutine()), *generator(), *asyncio.run(drain())):
+        assert torch.equal(loaded, ONES)
+
+
+def test_what_others_do_between_the_steps_of_a_decorated_generator_is_not_in_its_block(tmp_path):
+    @tensorizer_saving(encryption=EncryptionParams.random())
+    def generator():
+        got = yield "first"
+        torch.save(ONES, tmp_path / f"{got}.pt")
+        try:
+            yield "second"
+        except KeyError:
+            torch.save(ONES, tmp_path / "caught.pt")
+        yield "third"
+        return "end"
+
+    def outer():
+        assert (yield from generator()) == "end"
+
+    steps = outer()
+    assert next(steps) == "first"
+    assert torch.save is torch_save
+    torch.save(ONES, tmp_path / "plain.pt")
+    assert steps.send("sent") == "second"
+    assert steps.throw(KeyError()) == "third"
+    torch.save(ONES, tmp_path / "plain too.pt")
+    assert next(steps, None) is None
+    left = generator()
+    next(left)
+    left.close()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("sent.pt", "sent.pt.tensors", "caught.pt", "caught.pt.tensors", "plain.pt", "plain too.pt")
+    }
+
+
+def test_a_decorated_async_generator_gets_what_is_sent_and_thrown_and_ends_when_it_is_closed(tmp_path):
+    ended = []
+
+    @tensorizer_saving()
+    async def generator():
+        try:
+            got = yield 1
+            try:
+                yield got
+            except KeyError:
+                torch.save(ONES, tmp_path / "caught.pt")
+            yield 3
+        finally:
+            await asyncio.sleep(0)
+            torch.save(ONES, tmp_path / "end.pt")
+            ended.append(True)
+
+    async def main():
+        steps = generator()
+        assert await steps.__anext__() == 1
+        torch.save(ONES, tmp_path / "plain.pt")
+        assert await steps.asend(2) == 2
+        assert await steps.athrow(KeyError()) == 3
+        await steps.aclose()
+
+    asyncio.run(main())
+    assert ended == [True]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("caught.pt", "caught.pt.tensors", "end.pt", "end.pt.tensors", "plain.pt")
+    }
+
+
+def test_tasks_beside_a_decorated_coroutine_are_not_in_its_block(tmp_path):
+    @tensorizer_saving()
+    async def inside(waiting, go):
+        waiting.set()
+        await go.wait()
+        torch.save(ONES, tmp_path / "inside.pt")
+
+    async def main():
+        waiting, go = asyncio.Event(), asyncio.Event()
+        task = asyncio.ensure_future(inside(waiting, go))
+        await waiting.wait()
+        torch.save(ONES, tmp_path / "outside.pt")
+        go.set()
+        await task
+
+    asyncio.run(main())
+    assert {file.name for file in tmp_path.iterdir()} == {"outside.pt", "inside.pt", "inside.pt.tensors"}
+
+
+# --- what is to be encrypted or signed is never stored without -----------------------------------------------------
+
+
+def protections():
+    return [{"encryption": EncryptionParams.random()}, {"signing_key": tensorizer.SigningKey.generate()}]
+
+
+@pytest.mark.parametrize("keyword", protections(), ids=lambda keyword: next(iter(keyword)))
+class TestProtected:
+    def test_memory_is_refused(self, keyword):
+        buffer = io.BytesIO()
+        with tensorizer_saving(**keyword):
+            with pytest.raises(ValueError, match=r"ignore \w+= of tensorizer_saving: io.BytesIO has no name"):
+                torch.save({"a": [ONES]}, buffer)
+            assert buffer.getvalue() == b""
+            torch.save({"step": 3}, buffer)  # nothing in it is a tensor's
+            assert torch.equal(pickle.loads(pickle.dumps(ONES)), ONES)
+        buffer.seek(0)
+        assert torch.load(buffer) == {"step": 3}
+
+    @pytest.mark.parametrize("location", [lambda f: None, [lambda f: None]], ids=["function", "list"])
+    def test_a_location_that_asks_for_plain_torch_is_refused_before_the_file_is_replaced(self, pt, keyword, location):
+        pt.write_bytes(b"old")
+        with tensorizer_saving(location, **keyword), pytest.raises(ValueError, match="asks for plain torch"):
+            torch.save(ONES, pt)
+        assert pt.read_bytes() == b"old"
+
+    def test_other_threads_are_refused_unless_they_have_a_block(self, tmp_path, keyword):
+        pt = tmp_path / "a.pt"
+        pt.write_bytes(b"old")
+        with ThreadPoolExecutor(1) as pool:
+
+            def in_thread(function, *arguments):
+                return pool.submit(function, *arguments).result(60)
+
+            in_thread(int)  # so that its thread is older than the block
+            with tensorizer_saving(**keyword):
+                for function in (torch.save, lambda *arguments: torch.save(*arguments), torch_save):
+                    with pytest.raises(RuntimeError, match="a thread or task without a tensorizer_saving block"):
+                        in_thread(function, ONES, pt)
+                    if function is not torch_save:
+                        assert pt.read_bytes() == b"old"
+                in_thread(torch.save, {"step": 1}, tmp_path / "step.pt")
+                in_thread(save, ONES, tmp_path / "own.pt")
+                in_thread(save, ONES, tmp_path / "plain.pt", lambda f: None)
+            in_thread(torch.save, ONES, pt)
+        assert sidecar_of(tmp_path / "own.pt").exists()
+        assert torch.equal(torch.load(tmp_path / "plain.pt"), ONES)
+        assert torch.equal(torch.load(pt), ONES)
+
+    def test_threads_that_a_decorated_coroutine_waits_for_are_refused(self, pt, keyword):
+        @tensorizer_saving(**keyword)
+        async def coroutine():
+            await asyncio.get_running_loop().run_in_executor(None, lambda: torch.save(ONES, pt))
+
+        with pytest.raises(RuntimeError, match="a thread or task without"):
+            asyncio.run(coroutine())
+        assert not pt.exists()
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_older_references_to_torch_save_are_refused(self, pt, keyword, zipped):
+        with tensorizer_saving(**keyword):
+            for function in (torch_save, torch.serialization.save):
+                with pytest.raises(ValueError, match="went around the block"):
+                    function(ONES, pt, _use_new_zipfile_serialization=zipped)
+        assert ONES.numpy().tobytes() not in pt.read_bytes()
+        torch_save(ONES, pt)
+        assert torch.equal(torch.load(pt), ONES)
+
+    def test_tasks_that_outlive_the_block_are_refused(self, pt, keyword):
+        async def later():
+            await asyncio.sleep(0)
+            torch.save(ONES, pt)
+
+        async def main():
+            with tensorizer_saving(**keyword):
+                task = asyncio.ensure_future(later())
+            await task
+
+        with pytest.raises(ValueError, match="went around the block"):
+            asyncio.run(main())
+
+    def test_the_function_does_not_go_to_another_process(self, pt, keyword):
+        with tensorizer_saving(**keyword), pytest.raises(pickle.PicklingError):
+            pickle.dumps(torch.save)
+
+    def test_an_inner_block_without_keys_decides(self, pt, keyword):
+        with tensorizer_saving(**keyword), tensorizer_saving(lambda f: None):
+            torch.save(ONES, pt)
+            torch.save(ONES, io.BytesIO())
+        assert torch.equal(torch.load(pt), ONES)
+
+
 @pytest.mark.slow
 def test_a_storage_of_more_than_4_gib_survives(tmp_path):
     available = tensorizer.utils.CPUMemoryUsage.now().free

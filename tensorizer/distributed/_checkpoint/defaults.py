@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, format_utils
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from tensorizer._system.patches import CountedPatch
+from tensorizer._system.patches import Activity, Block, CountedPatch
+from tensorizer._system.redaction import shown_location
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
@@ -21,14 +23,13 @@ from tensorizer.distributed._checkpoint.writer import TensorizerWriter
 _options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
-@contextlib.contextmanager
-def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dict[str, Any]] = None) -> Iterator[None]:
+def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dict[str, Any]] = None) -> Block:
     """Inside the block, code that names no storage, or torch's own file storage, uses this package's writer and reader.
 
     Use it for ``dcp.save(state, checkpoint_id=…)`` and for libraries that use ``FileSystemWriter`` themselves
     (accelerate, Lightning). Folders of torch's writers still load. ``s3://`` works in place of a path. If blocks are
     nested, the options of the innermost one apply. The block applies to all threads of the process; a background save
-    that begins inside it may end later.
+    that begins inside it may end later. It is also a decorator, of coroutine functions and generators too.
 
     Args:
         writer: Keywords of :class:`TensorizerWriter`.
@@ -37,9 +38,15 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
     # Wrong keywords fail here.
     TensorizerWriter(None, **(writer or {}))
     TensorizerReader(None, **(reader or {}))
+    options = (dict(writer or {}), dict(reader or {}))
+    return Block(lambda: Activity(lambda: _with_options(*options), contextlib.nullcontext))
+
+
+@contextlib.contextmanager
+def _with_options(writer: dict[str, Any], reader: dict[str, Any]) -> Iterator[None]:
     block = object()
     with _patched_classes:
-        _options[block] = (dict(writer or {}), dict(reader or {}))
+        _options[block] = (writer, reader)
         try:
             yield
         finally:
@@ -57,11 +64,15 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     places: list[tuple[Any, str]] = [(module, prefix) for module in modules for prefix in ("FileSystem", "Fsspec")]
     with contextlib.suppress(ImportError):  # fsspec is not installed
         places.append((_fsspec_module(), "Fsspec"))
+    checked: set[Any] = set()
     for module, prefix in places:
         for kind, ours, make in (("Writer", TensorizerWriter, _writer), ("Reader", TensorizerReader, _reader)):
             original = getattr(module, prefix + kind, None)
             if original is not None:
                 yield module, prefix + kind, _instead_of(original, ours, make)
+                if make is _writer and original not in checked:
+                    checked.add(original)
+                    yield original, "__init__", _never_in_clear(original)
 
 
 _patched_classes = CountedPatch(_replacements)
@@ -126,6 +137,23 @@ def _instead_of(replaced: Any, ours: type, make: Callable[[PathLike, dict[str, A
     own["validate_checkpoint_id"] = staticmethod(validate_checkpoint_id)
     stand_in: type = _StandIn(replaced.__name__, (storage,), own)
     return stand_in
+
+
+def _never_in_clear(original: Any) -> Callable[..., None]:
+    """What makes a writer of torch: by an older reference, for a path that ours does not take, or a derived class."""
+    init = original.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _innermost()[0].get("encryption") is not None:
+            path = args[0] if args else kwargs.get("path")
+            raise ValueError(
+                f"{type(self).__name__} for {shown_location(path)}: torch's own writer would ignore encryption= of "
+                "dcp_default; wanted a local folder or s3://, and code that looks the class up inside the block"
+            )
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 def _writer(path: PathLike, arguments: dict[str, Any]) -> TensorizerWriter:
