@@ -227,6 +227,20 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
     return None
 
 
+def _is_restricted(weights_only: Optional[bool], pickle_module: Any) -> bool:
+    """Whether torch.load will take its own unpickler, which runs no code of the file, rather than `pickle_module`."""
+    if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+        return True
+    default = getattr(torch.serialization, "_default_to_weights_only", None)  # torch 2.6 and later
+    if weights_only is None and default is not None and not _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+        weights_only = default(pickle_module)
+    return bool(weights_only)
+
+
+def _is_set(variable: str) -> bool:
+    return (env_text(variable) or "").lower() in ("1", "y", "yes", "true")
+
+
 @wraps(_torch_load)
 def _load_wrapper(
     f: Any,
@@ -237,23 +251,23 @@ def _load_wrapper(
     **kwargs: Any,
 ) -> Any:
     context = _loading.get()
+    if context is not None and context.suppress_weights_only:
+        weights_only = False
+    if weights_only is not None:  # torch up to 2.3 does not take None
+        kwargs["weights_only"] = weights_only
     if context is None:
-        asked = {} if weights_only is None else {"weights_only": weights_only}
-        return _torch_load(f, map_location, pickle_module, *args, **asked, **kwargs)
+        return _torch_load(f, map_location, pickle_module, *args, **kwargs)
     _require_standard_pickle(pickle_module)
     location = context.locations.next_location(f)
     load = default_load if context.function is None else context.function
     session = None if location is None else LoadSession(location, load, context.kwargs, map_location)
-    # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
-    safe = bool(weights_only) and not context.suppress_weights_only
     token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
     try:
         if session is None:
-            return _torch_load(f, map_location, None, *args, weights_only=safe, **kwargs)
-        safe = safe or (env_text("TORCH_FORCE_WEIGHTS_ONLY_LOAD") or "").lower() in ("1", "y", "yes", "true")
+            return _torch_load(f, map_location, pickle_module, *args, **kwargs)
+        module = pickle_module if _is_restricted(weights_only, pickle_module) else PICKLE_FOR_LOADING
         try:
-            module = None if safe else PICKLE_FOR_LOADING
-            loaded = _torch_load(f, map_location, module, *args, weights_only=safe, **kwargs)
+            loaded = _torch_load(f, map_location, module, *args, **kwargs)
         except (RuntimeError, pickle.UnpicklingError) as error:  # torch 2.1 makes one of the other for weights_only
             found = session.explained(error)
             if found is error:
@@ -359,8 +373,9 @@ def tensorizer_loading(
     not record the device of a tensor. If ``map_location`` is a dictionary or function, it sees that default as the
     original location.)
 
-    ``weights_only=True`` accepts what torch itself accepts. Without it, ``torch.load`` unpickles, which may
-    execute code: load only files that you trust.
+    ``weights_only`` means what it means to torch, and so does its default: since 2.6, torch refuses objects that it
+    does not know. With ``weights_only=False``, ``torch.load`` unpickles, which may execute code: load only files that
+    you trust.
 
     Args:
         file_obj: Where the tensors are, as for :func:`tensorizer_saving`; one fixed location may be loaded many times.

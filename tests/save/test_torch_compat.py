@@ -206,16 +206,51 @@ def test_without_tensor_data_there_is_no_sidecar(pt):
         load(pt)
 
 
-@pytest.mark.parametrize("where", [None, lambda f: None], ids=["memory", "told to be plain"])
-@pytest.mark.parametrize("arguments", [{}, {"pickle_module": pickle}, {"weights_only": None}], ids=str)
-def test_objects_of_any_class_load_where_plain_torch_is_asked_for_as_they_do_with_a_sidecar(where, arguments):
+def result_of(function, *args, **kwargs):
+    """What it returns, or the kind of error."""
+    try:
+        return function(*args, **kwargs)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        return pickle.UnpicklingError if "Weights only" in str(error) else type(error)
+
+
+WEIGHTS_ONLY = [
+    *({}, {"weights_only": None}, {"weights_only": False}, {"weights_only": True}, {"pickle_module": pickle}),
+    {"pickle_module": pickle, "weights_only": True},
+]
+VARIABLES = [{}, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "ignore:You are using `torch"
+)
+@pytest.mark.parametrize("variables", VARIABLES, ids=str)
+@pytest.mark.parametrize("arguments", WEIGHTS_ONLY, ids=str)
+def test_what_torch_loads_without_the_block_it_loads_within_and_what_it_refuses_it_refuses(
+    pt, arguments, variables, monkeypatch
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if arguments.get("weights_only", False) is None and torch.__version__ < "2.4":
+        pytest.skip("torch up to 2.3 does not take None")
+    obj = {"a": Fleeting(3), "b": torch.ones(2)}
     buffer = io.BytesIO()
-    torch.save({"a": Fleeting(3), "b": torch.ones(2)}, buffer)
+    torch.save(obj, buffer)
     buffer.seek(0)
-    assert load(buffer, where, load_kwargs=arguments)["a"] == 3
-    buffer.seek(0)
-    with pytest.raises(pickle.UnpicklingError):
-        load(buffer, where, load_kwargs={"weights_only": True})
+    torch_save(obj, pt.with_name("plain.pt"))
+    save(obj, pt)
+    expected = result_of(torch_load, buffer, **arguments)
+    expected = expected["a"] if isinstance(expected, dict) else expected
+    for f, location in ((buffer, None), (buffer, lambda f: None), (pt.with_name("plain.pt"), None), (pt, None)):
+        buffer.seek(0)
+        found = result_of(load, f, location, load_kwargs=arguments)
+        assert (found["a"] if isinstance(found, dict) else found) == expected
+        buffer.seek(0)
+        found = result_of(load, f, location, load_kwargs=arguments, suppress_weights_only=True)
+        if "TORCH_FORCE_WEIGHTS_ONLY_LOAD" in variables:
+            assert found in (pickle.UnpicklingError, RuntimeError)
+        else:
+            assert found["a"] == 3
 
 
 def test_picklers_on_which_torch_sets_its_hook_are_served_too(tmp_path):
