@@ -46,7 +46,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on.
             :meth:`close` closes file objects but not descriptors. A folder, a ``*.index.json``, or an ``http(s)://``
-            or ``s3://`` prefix loads all shards of its model (docs/safetensors.md).
+            or ``s3://`` prefix loads all shards of its model (docs/safetensors.md). Two sets of weights in one folder
+            raise ``FormatError``, unless one was made from the other by :func:`tensorizer.convert`.
         device: Target device; ``None`` is CUDA if available, otherwise the CPU (a surrounding CPU context is ignored).
             To spread one file over several devices, pass a mapping from (prefixes of) names to devices, like a
             ``device_map``, or a callable that gets each name.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import posixpath
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -18,8 +19,10 @@ from tensorizer._files.copy import copies_beside, copy_file, signature_beside
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
+from tensorizer._io.forms import facts_of, origin_text
+from tensorizer._io.shards import ORIGIN_KEY, index_name
 from tensorizer._io.sources import is_path
-from tensorizer._io.uri import identity_of
+from tensorizer._io.uri import SplitURI, identity_of, local_path
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
@@ -91,6 +94,9 @@ def convert(
     may be larger than memory. The target appears when it is complete. A conversion that fails leaves an existing target
     as it was.
 
+    A ``.tensors`` target beside its source notes what it was made from, with a SHA-256, for which the source is read
+    once more: a reader of the folder then knows that both are one model (docs/safetensors.md, "Two sets of weights").
+
     Args:
         source: A ``.tensors``, ``.safetensors``, ``.pt`` or ``.bin`` file: a path, URI or open binary file object; or
             the shards of a model: their folder, index or URI prefix. The content decides the format. Pickled files
@@ -131,7 +137,7 @@ def convert(
         HashMismatchError: The source disagrees with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
         AuthenticationError: The source differs from what its key or a signature vouches for.
-        FormatError: The source is not a file of tensors.
+        FormatError: The source is not a file of tensors, or a folder with several sets of weights.
         ImportError: The source is pickled, and this torch cannot read such files safely.
         OSError: The source cannot be read, or the target cannot be written.
         ValueError: An argument has another value; `all_files` with a source that is not local; `all_files`, or several
@@ -160,6 +166,10 @@ def convert(
         if all_files:
             _check_is_told_from_folders(target)
         beside = copies_beside(source, target, force, stream_options) if all_files else []
+        if file is not None and not dry_run and format_of(target, format) == "tensors":
+            note = _note_of_origin(file, target)
+            if note is not None:
+                contents = contents._replace(metadata={**(contents.metadata or {}), ORIGIN_KEY: note})
         plan, files = write_contents(contents, target, options, access)
         if not dry_run:
             if file is not None:
@@ -180,6 +190,41 @@ def convert(
             dry_run=dry_run,
             seconds=time.monotonic() - begin,
         )
+
+
+def _note_of_origin(file: OpenFile, target: Any) -> Optional[str]:
+    """What the target has to say of a source in the same folder, so that readers of the folder know them for one model;
+    ``None`` where the source lies elsewhere."""
+    locations = file.opened.locations
+    if not all(isinstance(one, (str, bytes, os.PathLike)) for one in [target, *locations]):
+        return None
+    if {_folder_of(one) for one in locations} != {_folder_of(target)}:
+        return None
+    written = {identity_of(target), identity_of(index_name(os.fsdecode(target)))}
+    if written & {*map(identity_of, locations)}:
+        return file.made_from  # the source is gone then, and what it was made from may still be there
+    sources = [reader.handle.source for reader in file.readers]
+    of_index = [None] * (len(locations) - len(sources))  # the index of shards is not open
+    return origin_text(
+        {
+            _name_of(location): facts_of(location, file.access.stream_options, source)
+            for location, source in zip(locations, [*of_index, *sources])
+        }
+    )
+
+
+def _folder_of(location: Any) -> Hashable:
+    path = local_path(location)
+    if path is not None:
+        return os.path.realpath(os.path.dirname(os.path.abspath(path)))
+    uri = identity_of(location)
+    assert isinstance(uri, SplitURI)
+    return uri._replace(path=posixpath.dirname(uri.path))
+
+
+def _name_of(location: Any) -> str:
+    identity = identity_of(location)
+    return posixpath.basename(identity.path if isinstance(identity, SplitURI) else str(identity))
 
 
 def _check_is_told_from_folders(target: Any) -> None:

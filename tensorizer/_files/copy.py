@@ -194,13 +194,28 @@ def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapp
 
 def _in_store(path: str, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]]) -> list[str]:
     other = shards.index_name(path) if len(files) == 1 else path
+    return [other] if _is_there(other, stream_options) else []
+
+
+def _is_there(path: str, stream_options: Optional[Mapping[str, Any]]) -> bool:
     try:
-        return [other] if exists(other, stream_options) else []
+        return exists(path, stream_options)
     except OSError as error:
         # As stores answer for names that are not there, if the keys may not list.
         if isinstance(error, PermissionError) or getattr(error, "status", None) == 403:
-            return []
+            return False
         raise
+
+
+def safetensors_beside(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
+    """Names of ``.safetensors`` files and indexes that are, in its folder, another form of a ``.tensors`` file."""
+    path = local_path(target)
+    folder, name = os.path.split(os.fspath(target) if path is None else os.path.abspath(path))
+    if path is not None:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        return sorted(n for n in names if ".safetensors" in n and shards.form_stem(n) == shards.form_stem(name))
+    single = f"{shards.form_stem(name)}.safetensors"
+    return [n for n in (single, shards.index_name(single)) if _is_there(f"{folder}/{n}", stream_options)]
 
 
 def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any]] = None) -> None:

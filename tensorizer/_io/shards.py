@@ -11,8 +11,8 @@ import os
 import posixpath
 import re
 import urllib.parse
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Optional, Union
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.sources import OpenedSource, is_path, open_source, read_checked
@@ -25,11 +25,15 @@ from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFou
 TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
 MAX_INDEX_NBYTES = 100_000_000
 
+#: Under which name the metadata of a file say what it was made from (:mod:`tensorizer._io.forms`).
+ORIGIN_KEY = "tensorizer.made_from"
+
 # Patterns are compiled when they are first used: each takes as long as importing a small module.
 # "model.safetensors.index.json", with a variant before or behind "index".
 _INDEX_NAME = r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z"
 _SHARD_NAME = r"\.(safetensors|tensors)\Z"
 _NO_PREFIX_SCHEMES = ("redis", "rediss")  # keys are no paths there
+_ASKED_AT_ONCE = ("http", "https", "s3")  # file systems of fsspec need not be safe from several threads
 _HUB_MODEL = r"(?i)hf://(?:models/)?[^/]+/[^/]+/?\Z"  # a whole repository, whatever dots it has
 
 
@@ -54,14 +58,24 @@ class OpenedShards(NamedTuple):
 
 
 OpenedFiles = Union[OpenedSource, OpenedShards]
+Found = TypeVar("Found")
+
+#: From a folder for messages, the names of several sets of weights in it, and what makes a path or URI of a name, to
+#: the one that is read; it raises ``FormatError`` where that cannot be told.
+Choose = Callable[[str, Sequence[str], Callable[[str], Any]], str]
 
 
-def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedFiles:
+def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choose: Choose) -> OpenedFiles:
     """Opens what ``TensorDeserializer`` was given: one file, or the shards that a folder or an index stands for.
+
+    Args:
+        file_obj: The file, folder or index.
+        stream_options: Keywords for opening URIs.
+        choose: Asked where a folder has several sets of weights.
 
     Raises:
         OSError: A file cannot be opened; :class:`StreamNotFoundError` names a shard that is missing.
-        FormatError: An index that is none, or that names files it must not.
+        FormatError: An index that is none, or that names files it must not; several sets of weights.
         ValueError, TypeError: As :func:`tensorizer._io.sources.open_source`.
     """
     if not is_path(file_obj) or isinstance(file_obj, int):
@@ -69,7 +83,7 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None
     folder = _ModelFolder.of(file_obj, stream_options)
     if folder is None:
         return open_source(file_obj, stream_options)
-    return folder.open()
+    return folder.open(choose)
 
 
 class _ModelFolder(NamedTuple):
@@ -103,60 +117,93 @@ class _ModelFolder(NamedTuple):
             return cls(folder_uri(bare), None, True, stream_options, f"{bare}/" if is_bucket else file_obj)
         return None
 
-    def open(self) -> OpenedFiles:
+    def open(self, choose: Choose) -> OpenedFiles:
         if self.name is not None:
             return self.open_shards(self.name)
-        return self._open_prefix() if self.remote else self._open_folder()
+        return self._open_prefix(choose) if self.remote else self._open_folder(choose)
 
-    def _open_folder(self) -> OpenedFiles:
+    def _open_folder(self, choose: Choose) -> OpenedFiles:
         names = os.listdir(self.folder)
-        indexes = [name for name in names if re.search(_INDEX_NAME, name)]
-        files = [name for name in names if re.search(_SHARD_NAME, name)]
-        for name in TRIED_NAMES:
-            if name in indexes:
-                single = name[: -len(".index.json")]
-                if single in files:
-                    raise FormatError(
-                        f"{self.folder}: found both {single} and {name}, two forms of one model: name the one that is "
-                        "meant, or remove the other"
-                    )
-                return self.open_shards(name)
-            if name in files:
-                return self.open_file(name)
-        for found, open_it in ((indexes, self.open_shards), (files, self.open_file)):
-            if len(found) == 1:
-                return open_it(found[0])
-            if found:
-                raise FormatError(
-                    f"{self.folder}: wanted one index or one model file, found {', '.join(sorted(found))[:300]}"
-                )
-        found_text = "none" if names else "an empty folder"
-        raise StreamIsADirectoryError(
-            errno.EISDIR,
-            f"a folder: wanted a .safetensors or .tensors file, or an index of some, in it, found {found_text}",
-            self.folder,
-        )
+        forms = [name for name in TRIED_NAMES if name in names]
+        if not forms:
+            files = sorted(name for name in names if re.search(_SHARD_NAME, name))
+            forms = sorted(name for name in names if re.search(_INDEX_NAME, name))
+            if forms:  # other files are their shards
+                stems = {form_stem(name) for name in forms}
+                forms += [name for name in files if form_stem(name) in stems]
+            else:
+                forms = files
+            if len({form_stem(name) for name in forms}) > 1:
+                raise FormatError(f"{self.folder}: wanted one index or one model file, found {', '.join(forms)[:300]}")
+        if not forms:
+            found_text = "none" if names else "an empty folder"
+            raise StreamIsADirectoryError(
+                errno.EISDIR,
+                f"a folder: wanted a .safetensors or .tensors file, or an index of some, in it, found {found_text}",
+                self.folder,
+            )
+        return self._open_form(self._chosen(forms, choose))
 
-    def _open_prefix(self) -> OpenedFiles:
+    def _open_prefix(self, choose: Choose) -> OpenedFiles:
         first: Optional[OSError] = None
         if not self.asked_for.endswith("/"):
             try:
                 return open_source(self.asked_for, self.stream_options)
             except (StreamNotFoundError, StreamIsADirectoryError) as error:  # some file systems of fsspec have folders
                 first = error
-        for name in TRIED_NAMES:
-            is_index = name.endswith(".json")
+        found, absent = self._probed()
+        if len(found) > 1:
+            for opened in found.values():
+                opened.close()
             try:
-                if not is_index:
-                    return self.open_file(name)
-                index = self._read_index(name)
-            except StreamNotFoundError as error:
-                if not is_index:
-                    first = first or error
-                continue
-            return self._open_files_of(index)  # a shard that is missing does not mean another form of the model
-        assert first is not None
-        raise first
+                return self._open_form(self._chosen(list(found), choose))
+            except FormatError:
+                for index in found.values():
+                    if isinstance(index, OpenedShards):
+                        self._open_files_of(index).close()  # half an upload is told by the shard that is missing
+                raise
+        for opened in found.values():
+            # A shard that is missing does not mean another form of the model.
+            return self._open_files_of(opened) if isinstance(opened, OpenedShards) else opened
+        raise first or absent[TRIED_NAMES.index("model.safetensors")]
+
+    def _probed(self) -> tuple[dict[str, OpenedFiles], list[StreamNotFoundError]]:
+        """The usual names that are there, single files open, indexes read; and the errors of those that are not.
+
+        Raises:
+            OSError: The store does not say whether one is there.
+            FormatError: An index that is none.
+        """
+        found: dict[str, OpenedFiles] = {}
+        absent: list[StreamNotFoundError] = []
+        forbidden: list[Exception] = []  # so stores answer for what is not there, if the keys may not list
+        errors: list[Exception] = []
+        for name, probe in zip(TRIED_NAMES, each_at_once(self._opened_or_error, TRIED_NAMES, self.folder)):
+            if not isinstance(probe, Exception):
+                found[name] = probe
+            elif isinstance(probe, StreamNotFoundError):
+                absent.append(probe)
+            else:
+                (forbidden if isinstance(probe, PermissionError) else errors).append(probe)
+        if not found:
+            errors += forbidden
+        for error in errors:
+            for opened in found.values():
+                opened.close()
+            raise error
+        return found, absent
+
+    def _opened_or_error(self, name: str) -> Union[OpenedFiles, Exception]:
+        try:
+            return self._read_index(name) if is_index_name(name) else self.open_file(name)
+        except Exception as error:
+            return error
+
+    def _chosen(self, forms: list[str], choose: Choose) -> str:
+        return forms[0] if len(forms) == 1 else choose(str(shown_location(self.folder)), forms, self.join)
+
+    def _open_form(self, name: str) -> OpenedFiles:
+        return self.open_shards(name) if is_index_name(name) else self.open_file(name)
 
     # ---- one name below the place -----------------------------------------------------------------------------------
 
@@ -227,6 +274,16 @@ def _is_inside(folder: str, path: str) -> bool:
     return os.path.dirname(target) == blobs
 
 
+def each_at_once(function: Callable[[str], Found], names: Sequence[str], place: str) -> list[Found]:
+    """What a function gives for each name below a place; where every answer takes a round trip, at the same time."""
+    if scheme_of(place) not in _ASKED_AT_ONCE:
+        return list(map(function, names))
+    import concurrent.futures  # not for local files
+
+    with concurrent.futures.ThreadPoolExecutor(len(names), "tensorizer-open") as threads:
+        return list(threads.map(function, names))
+
+
 # --- their names, and the index --------------------------------------------------------------------------------------
 
 
@@ -263,6 +320,16 @@ def names_of_model(name: str, among: Iterable[str]) -> list[str]:
 def is_index_name(name: str) -> bool:
     """Whether a name is that of an index, which no file of tensors may have: it would be read as one."""
     return re.search(_INDEX_NAME, name.rpartition("/")[2]) is not None
+
+
+def form_stem(name: str) -> Optional[str]:
+    """What the forms of one model have in common, with its variant: ``model.fp16`` for ``model.fp16.tensors`` and
+    ``model.safetensors.index.fp16.json``; ``None`` for what is neither a file of tensors nor an index."""
+    found = re.search(_INDEX_NAME, name)
+    if found is not None:
+        return name[: found.start()] + (found[2] or found[3] or "")
+    found = re.search(_SHARD_NAME, name)
+    return None if found is None else name[: found.start()]
 
 
 def index_name(name: str) -> str:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional, cast
 
@@ -26,7 +26,7 @@ from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import check_memory, contiguous, same_bits
 from tensorizer._format.tree import Node, build_tree
 from tensorizer._io.access import Access
-from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
+from tensorizer._io.shards import ORIGIN_KEY, Choose, OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex, join
 from tensorizer._load.reader import (
@@ -199,6 +199,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def metadata(self) -> Optional[dict[str, str]]:
         """What the writer noted: the map of shards first, then the files, the first of which decides where they differ.
+        Without what :attr:`made_from` is.
 
         ``None`` where that is nothing, or encrypted and there is no key. Decrypted when it is first asked for.
 
@@ -209,12 +210,22 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             return None
         if self._map_metadata is None:
             noted = self.readers[0].metadata
-            return None if noted is None else dict(noted)
+            found = dict(noted or {})
+            is_only_origin = found.pop(ORIGIN_KEY, None) is not None and not found
+            return None if noted is None or is_only_origin else found
         found = dict(self._map_metadata)
         for reader in self.readers:
             for key, value in (reader.metadata or {}).items():
                 found.setdefault(key, value)
+        found.pop(ORIGIN_KEY, None)
         return found or None
+
+    @property
+    def made_from(self) -> Optional[str]:
+        """What the writer noted of the files that it was made from, which :meth:`metadata` leaves out."""
+        if self.index.metadata_is_sealed and self.access.encryption is None:
+            return None
+        return (self.readers[0].metadata or {}).get(ORIGIN_KEY)
 
     def ties(self) -> dict[Name, Name]:
         """Names that stand for another tensor of the file, and which one."""
@@ -715,7 +726,25 @@ def open_file(
         TypeError: An argument of another type.
         OSError: It cannot be opened.
     """
-    return file_of(open_files(source, access.stream_options), access, options, filter_func)
+    return file_of(open_files(source, access.stream_options, chooser(access)), access, options, filter_func)
+
+
+def chooser(access: Access) -> Choose:
+    """What tells for :func:`open_files` which of several sets of weights is read."""
+
+    def choose(label: str, names: Sequence[str], locate: Callable[[str], Any]) -> str:
+        from tensorizer._io import forms  # for few folders
+
+        folder = forms.FolderOfForms(label, locate, functools.partial(note_of, access), access.stream_options)
+        return forms.choose(names, folder)
+
+    return choose
+
+
+def note_of(access: Access, source: Any) -> Optional[str]:
+    """What a file or index notes of its origin; ``None`` where that is nothing, or encrypted and there is no key."""
+    with open_whole(source, Access(access.encryption, access.stream_options)) as file:
+        return file.made_from
 
 
 def file_of(

@@ -155,8 +155,10 @@ def _peer(name: str, arguments: argparse.Namespace) -> Any:
 
 def _local_files(place: str) -> list[str]:
     """The files that a load reads: one, or the shards of a folder or an index."""
+    from tensorizer._io.access import Access
     from tensorizer._io.shards import OpenedShards, open_files
+    from tensorizer._load.open_file import chooser
 
-    opened = open_files(place)
+    opened = open_files(place, None, chooser(Access()))
     opened.close()
     return [shard.name for shard in opened.files.values()] if isinstance(opened, OpenedShards) else [opened.name]

@@ -47,7 +47,8 @@ def save_pretrained(
     It writes the configuration, the generation configuration and the tokenizer beside them, so that ``AutoConfig`` and
     ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file appears when it is
     complete, the weights first. Shards and the single file of an earlier save under the same name are removed. In a
-    bucket, only the file that readers would try is removed; shards that no index names stay.
+    bucket, only the file that readers would try is removed; shards that no index names stay. ``.safetensors`` files of
+    the model stay too, with a warning: readers of the folder then raise until one of the two is removed.
 
     Args:
         obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (only its adapters), a pipeline, or a
@@ -71,16 +72,20 @@ def save_pretrained(
         UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors.
         OSError: The folder cannot be written.
     """
-    from tensorizer._files.write import WriteOptions
-    from tensorizer._io.access import Access
-    from tensorizer.integrations._hf.saving import SavedFolder, save_object
+    from tensorizer.integrations._hf.saving import save_folder
 
-    if names not in ("model", "library"):
-        raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
-    options = WriteOptions(format="tensors", ties=ties, max_shard_size=max_shard_size)
-    access = Access.to_write(encryption, stream_options)
-    with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library") as where:
-        save_object(obj, tokenizer, where)
+    save_folder(
+        obj,
+        folder,
+        tokenizer=tokenizer,
+        metadata=metadata,
+        ties=ties,
+        encryption=encryption,
+        max_shard_size=max_shard_size,
+        variant=variant,
+        names=names,
+        stream_options=stream_options,
+    )
 
 
 def from_pretrained(
@@ -154,6 +159,7 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: No such folder, repository or revision, or no weights in it.
+        FormatError: Several sets of weights in the folder, none of which is marked as made from the other.
         LoadError: With `strict`, tensors are missing or unexpected.
         ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; weights
             that only `allow_pickle` or `allow_plaintext_temp` would load; `mmap` with another device than the CPU or a

@@ -15,13 +15,11 @@ from typing import Any, Optional, Union
 import torch
 from transformers import TrainerCallback
 
-from tensorizer._files.write import WriteOptions
-from tensorizer._io.access import Access
 from tensorizer._io.uri import name_in
 from tensorizer._system.redaction import shown_location
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
 from tensorizer.integrations._hf.objects import is_of, load_adapter_into
-from tensorizer.integrations._hf.saving import SavedFolder
+from tensorizer.integrations._hf.saving import save_folder
 from tensorizer.integrations._hf.weights import find_weights
 from tensorizer.integrations.huggingface import save_pretrained
 from tensorizer.torch import load_model, save_model
@@ -157,37 +155,16 @@ class TensorsCallback(TrainerCallback):  # type: ignore[misc]
             return
         root = args.output_dir if self.target is None else self.target
         folder = name_in(root, f"checkpoint-{state.global_step}")
-        tokenizer = others.get("processing_class")
         try:
-            if _is_of_a_library(model):
-                save_pretrained(model, folder, tokenizer=tokenizer, **self.options)
-            else:
-                _save_module(model, folder, tokenizer, **self.options)
+            save_folder(
+                model,
+                folder,
+                tokenizer=others.get("processing_class"),
+                is_copy=os.path.abspath(root) == os.path.abspath(args.output_dir),  # the trainer has written it just now
+                is_plain=not _is_of_a_library(model),
+                **self.options,
+            )
         except Exception as error:
             if self.raise_errors:
                 raise
             logger.warning("%s was not saved: %s", shown_location(folder), error)
-
-
-def _save_module(
-    module: torch.nn.Module,
-    folder: str,
-    tokenizer: Any,
-    *,
-    metadata: Optional[Mapping[str, str]] = None,
-    ties: str = "once",
-    encryption: Any = None,
-    max_shard_size: Union[str, int, None] = None,
-    variant: Optional[str] = None,
-    names: str = "model",
-    stream_options: Optional[Mapping[str, Any]] = None,
-) -> None:
-    """Writes weights and tokenizer of a module of no library; the options of :func:`save_pretrained`."""
-    module = getattr(module, "_orig_mod", module)  # of torch.compile
-    access = Access.to_write(encryption, stream_options)
-    options = WriteOptions(format="tensors", ties=ties, max_shard_size=max_shard_size)
-    with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library") as where:
-        where.write_model(module, "", "model", {})
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(where.staging))
-        where.finish()

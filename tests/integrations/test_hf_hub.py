@@ -60,6 +60,9 @@ signed = {"token": TOKEN, "revision": FIRST, "public_key": PublicKey.from_bytes(
 load("signed shards", "hf://org/tiny/shards", **signed)
 load("signed shards streamed", "hf://org/tiny/shards", cache=False, **signed)
 load("unsigned", "hf://org/tiny", **signed)
+load("converted", f"hf://org/tiny@{FIRST}/converted", token=TOKEN)
+load("converted, offline", f"hf://org/tiny@{FIRST}/converted", local_files_only=True)
+load("two sets", f"hf://org/tiny@{FIRST}/two", token=TOKEN)
 load("without a token", "org/tiny", token=False)
 load("no such revision", "org/tiny", revision="nothing", token=TOKEN)
 load("two revisions", f"hf://org/tiny@{FIRST}", revision=SECOND, token=TOKEN)
@@ -82,6 +85,10 @@ def commits(tmp_path_factory):
         save_pretrained(model, folder / "shards", max_shard_size="20KB")
         for shard in (folder / "shards").glob("*.tensors"):
             tensorizer.sign(shard, SIGNER)
+        for name in ("converted", "two"):
+            model.save_pretrained(folder / name)
+        tensorizer.convert(folder / "converted", folder / "converted")
+        save_pretrained(model, folder / "two")
         found[commit] = folder
     return found
 
@@ -143,6 +150,11 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
         assert answers[what] == [1.0, "org/tiny"], what
         assert any(request.host == "storage" for request in requests[what]), what
     assert answers["signed shards"] == [1.0, "org/tiny"]
+    assert answers["converted"] == answers["converted, offline"] == [1.0, "org/tiny"]
+    stored = [request.path for request in requests["converted"] if request.host == "storage"]
+    assert stored == [f"/{FIRST}/converted/model.tensors"]  # its source is compared without being sent
+    assert answers["two sets"][0] == "FormatError"
+    assert "both model.tensors and model.safetensors" in answers["two sets"][1]
     assert requests["unsigned"]
     assert answers["unsigned"][0] == "AuthenticationError"
     assert answers["without a token"][0] == answers["no such revision"][0] == "FileNotFoundError"
@@ -162,7 +174,7 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
     assert by_hub == {"", hub_repository.TOKEN}
     assert not [text for answer in answers.values() for text in answer if hub_repository.TOKEN in str(text)]
     cached = [path.name for path in (tmp_path / "home").rglob("*") if path.is_symlink()]
-    assert cached.count("model.tensors") == 2  # what was streamed is not there a second time
+    assert cached.count("model.tensors") == 4  # what was streamed is not there a second time
 
 
 def test_files_of_a_prefix_are_asked_for_by_their_names_and_what_is_listed_has_to_be_there(tmp_path):

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import tensorizer
 from tensorizer import _C, DecryptionParams, EncryptionParams
 from tensorizer._load.fit import ModuleView
 from tensorizer._load.modules import Filling, ModuleFill, module_names
-from tensorizer.errors import LoadError, MissingHashError, UnsupportedContentError
+from tensorizer.errors import FormatError, LoadError, MissingHashError, UnsupportedContentError
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -302,7 +303,7 @@ def test_limits_of_two_devices_divide_a_model_as_accelerate_does():
 # --- what is taken, and what is refused ------------------------------------------------------------------------------
 
 
-def test_tensors_come_before_safetensors_and_pickles_only_when_allowed(tmp_path):
+def test_pickles_are_read_only_when_allowed_and_when_there_is_nothing_else(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path)
     (tmp_path / "model.tensors").unlink()
@@ -312,11 +313,66 @@ def test_tensors_come_before_safetensors_and_pickles_only_when_allowed(tmp_path)
     with pytest.raises(ValueError, match="allow_pickle"):
         from_pretrained(None, tmp_path)
     assert_as_the_library(from_pretrained(None, tmp_path, allow_pickle=True), model)
-    model.save_pretrained(tmp_path)
-    for value, name in ((1.0, "model.safetensors"), (2.0, "model.tensors")):
+    for value, format in ((1.0, "safetensors"), (2.0, "tensors")):
         model.model.norm.weight.data.fill_(value)
-        tensorizer.save_file(model.state_dict(), tmp_path / name)
+        tensorizer.save_file(model.state_dict(), tmp_path / f"model.{format}")
         assert from_pretrained(None, tmp_path, allow_pickle=True).model.norm.weight[0] == value
+        (tmp_path / f"model.{format}").unlink()
+
+
+def test_two_sets_of_weights_in_a_folder_or_prefix_are_refused_naming_both(tmp_path, caplog):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path / "stale", max_shard_size="20KB")
+    assert "model.safetensors" not in caplog.text
+    model.model.norm.weight.data.fill_(7.0)
+    model.save_pretrained(tmp_path / "stale")  # after more training, by the library
+    model.save_pretrained(tmp_path / "library", max_shard_size="20KB")
+    shutil.copy(tmp_path / "stale" / "model.safetensors", tmp_path / "library")
+    wanted = {
+        "stale": r"found both model\.tensors\.index\.json and model\.safetensors,",
+        "library": r"found both model\.safetensors and model\.safetensors\.index\.json,",
+    }
+    with serve_folder(tmp_path) as web:
+        for name, message in wanted.items():
+            for place in (tmp_path / name, f"{web}/{name}"):
+                with pytest.raises(FormatError, match=f"{name}: {message}"):
+                    from_pretrained(None, place)
+                file = "model.safetensors"  # the file that is named
+                named = from_pretrained(None, f"{place}/{file}")
+                assert named.model.norm.weight[0] == 7.0
+
+
+def test_a_save_beside_another_set_of_weights_says_that_the_folder_will_not_load(tmp_path, caplog):
+    model = tiny_models.llama()
+    model.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    save_pretrained(model, tmp_path)
+    assert f"{tmp_path}: model.tensors is written beside model.safetensors, which is not changed" in caplog.text
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(FormatError, match=r"both model\.tensors and model\.safetensors"):
+        from_pretrained(None, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert_as_the_library(from_pretrained(None, tmp_path), model)
+
+
+def test_a_folder_that_was_converted_in_place_loads_what_was_made_until_its_source_changes(tmp_path, caplog):
+    model = tiny_models.llama()
+    key = EncryptionParams.random()
+    for shards, encryption in ((None, None), ("20KB", None), (None, key)):
+        caplog.clear()
+        folder = tmp_path / f"{shards}{encryption is None}"
+        model.save_pretrained(folder, max_shard_size=shards or "1GB")
+        tensorizer.convert(folder, folder, encryption=encryption)
+        decryption = None if encryption is None else DecryptionParams.from_key(encryption.key)
+        assert_as_the_library(from_pretrained(None, folder, encryption=decryption), model)
+        assert "SHA-256" not in caplog.text
+        with serve_folder(tmp_path) as web:
+            assert_as_the_library(from_pretrained(None, f"{web}/{folder.name}", encryption=decryption), model)
+        assert "SHA-256" in caplog.text
+        model.model.norm.weight.data += 1
+        model.save_pretrained(folder, max_shard_size=shards or "1GB")
+        with pytest.raises(FormatError, match=r"model\.tensors was made from .*, which has changed since"):
+            from_pretrained(None, folder, encryption=decryption)
 
 
 def test_sharded_pickles_are_read(tmp_path):

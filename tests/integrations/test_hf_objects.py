@@ -21,7 +21,7 @@ from servers.file_server import serve_folder
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorSerializer
-from tensorizer.errors import LoadError
+from tensorizer.errors import FormatError, LoadError
 from tensorizer.integrations import huggingface
 from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
 
@@ -197,6 +197,21 @@ def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
         second = load_adapter(from_pretrained(None, tmp_path / "ours"), tmp_path / folder, adapter_name="second")
         second.set_adapter("second")
         assert tiny_models.agree(second(PROMPT).logits, wanted)
+
+
+def test_two_sets_of_weights_of_an_adapter_are_refused_naming_both(tmp_path):
+    save_pretrained(tiny_models.llama(), tmp_path / "base")
+    adapted = with_adapter(from_pretrained(None, tmp_path / "base"))
+    save_pretrained(adapted, tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "adapter")
+    both = r"found both adapter_model\.tensors and adapter_model\.safetensors,"
+    with pytest.raises(FormatError, match=both):
+        load_adapter(from_pretrained(None, tmp_path / "base"), tmp_path / "adapter")
+    with pytest.raises(FormatError, match=both):
+        from_pretrained(None, tmp_path / "adapter")
+    adapter = tmp_path / "adapter"
+    tensorizer.convert(adapter / "adapter_model.safetensors", adapter / "adapter_model.tensors")
+    assert_same_state(from_pretrained(None, adapter), adapted)
 
 
 def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path, caplog):

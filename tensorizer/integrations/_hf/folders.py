@@ -18,6 +18,8 @@ import torch
 
 from tensorizer import _C, stream_io
 from tensorizer._files.copy import MODEL_ENDINGS, exists
+from tensorizer._io.forms import FolderOfForms, NoteOf
+from tensorizer._io.shards import each_at_once, is_index_name
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
@@ -33,6 +35,7 @@ _HOST = torch.device("cpu")
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO_ID = re.compile(rf"{_PART}(?:/{_PART})?\Z")
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces)/){_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
 
 
@@ -114,6 +117,14 @@ class ModelFolder:
     def weight(self, name: str) -> Any:
         """What the engine opens: the path or URI of a file of weights, or of an index of some."""
         return self._weight(self._below + name)
+
+    def those_of(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that there are."""
+        return [name for name in names if self.has(name)]
+
+    def forms(self, note_of: NoteOf) -> FolderOfForms:
+        """What tells whether several files of weights in it are one model."""
+        return FolderOfForms(self.label, self.weight, note_of, self.stream_options)
 
     def _has(self, name: str) -> bool:
         raise NotImplementedError
@@ -200,6 +211,21 @@ class RemoteFolder(ModelFolder):
         if name not in self._known:
             self._known[name] = exists(self._weight(name), self.stream_options) if is_weight(name) else self._copy(name)
         return self._known[name]
+
+    def those_of(self, names: Sequence[str]) -> list[str]:
+        def probed(name: str) -> Union[bool, PermissionError]:
+            try:
+                return self.has(name)
+            except PermissionError as error:
+                return error
+
+        answers = dict(zip(names, each_at_once(probed, names, self._prefix)))
+        found = [name for name, answer in answers.items() if answer is True]
+        for answer in answers.values():
+            # So stores answer for what is not there, if the keys may not list.
+            if isinstance(answer, PermissionError) and not found:
+                raise answer
+        return found
 
     def _weight(self, name: str) -> Any:
         as_given = name == self.file or scheme_of(self._prefix) not in ("http", "https")
@@ -330,7 +356,7 @@ class _CachedRepo(ModelFolder):
     has_revision = True
 
     def __init__(self, repo: str, folder: Path, names: Collection[str], token: Any) -> None:
-        self.label = repo
+        self.label = self._repo = repo
         self._folder, self._listing, self._token = folder, names, token
 
     def _has(self, name: str) -> bool:
@@ -345,6 +371,21 @@ class _CachedRepo(ModelFolder):
     def _names(self) -> Collection[str]:
         return self._listing
 
+    def forms(self, note_of: NoteOf) -> FolderOfForms:
+        return _FormsInRepo(self, note_of)
+
+    def path_of(self, name: str, fetch: bool = True) -> Path:
+        """Where a file is in the cache; `fetch` downloads it if it is not there yet."""
+        name = self._below + name
+        return (self._fetch([name]) if fetch else self._folder) / name
+
+    def stated(self, name: str) -> Any:
+        """What the hub says of a file without sending it: ``size``, and as ``etag`` the SHA-256 of a large one."""
+        import huggingface_hub
+
+        url = huggingface_hub.hf_hub_url(self._repo, self._below + name, revision=self._folder.name)
+        return huggingface_hub.get_hf_file_metadata(url, token=self._token)
+
     def _weight(self, name: str) -> Any:
         self._fetch([name, f"{name}.sig"])  # a signature is looked for beside the weights
         if name.endswith(".json"):  # an index, and all of its shards have to be there
@@ -354,6 +395,32 @@ class _CachedRepo(ModelFolder):
             files = [f"{below}/{file}" if below else file for file in sorted({*shards.values()})]
             self._fetch([*files, *(f"{file}.sig" for file in files)])
         return str(self._folder / name)
+
+
+class _FormsInRepo(FolderOfForms):
+    """Files that are compared without downloading them, as far as the hub, or the cache, knows their SHA-256."""
+
+    def __init__(self, repo: _CachedRepo, note_of: NoteOf) -> None:
+        super().__init__(repo.label, self._located, note_of)
+        self._repo = repo
+
+    def _located(self, name: str) -> Any:
+        if ".tensors" in name:  # to read what it notes
+            return self._repo.weight(name)
+        return str(self._repo.path_of(name, fetch=is_index_name(name)))
+
+    def size_and_time(self, name: str) -> tuple[Optional[int], Optional[int]]:
+        path = self._repo.path_of(name, fetch=False)
+        return path.stat().st_size if path.exists() else self._repo.stated(name).size, None
+
+    def sha256(self, name: str, made: str) -> str:
+        path = self._repo.path_of(name, fetch=False)
+        # In the cache a large file is a link to one whose name is its SHA-256, which the hub states as its ETag.
+        stated = str(path.resolve().name if path.exists() else self._repo.stated(name).etag)
+        if _SHA256.match(stated):
+            return stated
+        self._repo.path_of(name)
+        return super().sha256(name, made)
 
 
 def _names_weights(name: str) -> bool:

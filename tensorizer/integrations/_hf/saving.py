@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
@@ -20,17 +21,22 @@ from tensorizer._files.contents import (
     module_contents,
     state_dict_contents,
 )
-from tensorizer._files.copy import other_forms, remove_files
+from tensorizer._files.copy import other_forms, remove_files, safetensors_beside
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._io.access import Access
+from tensorizer._io.forms import origin_in, origin_text
+from tensorizer._io.shards import ORIGIN_KEY
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import folder_uri, local_path
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import open_whole
 from tensorizer._save.records import walk_module
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
 from tensorizer.integrations._hf.objects import is_of, stem_of
+
+logger = logging.getLogger("tensorizer.integrations.huggingface")
 
 
 class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
@@ -43,6 +49,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         metadata: Texts for the files of weights, beside our own.
         variant: A word in their names.
         as_library: Whether models of transformers get the names of the library's own files.
+        is_copy: Whether a library has just written the same weights to the local folder: the files of weights say so.
     """
 
     def __init__(
@@ -53,12 +60,14 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         metadata: Mapping[str, str],
         variant: Optional[str],
         as_library: bool,
+        is_copy: bool = False,
     ) -> None:
         path = local_path(target)
         self.remote = path is None
         self._root = folder_uri(target) if path is None else path
         self._options, self._access = options, access
         self._metadata, self._variant, self.as_library = metadata, variant, as_library
+        self._is_copy = is_copy and not self.remote
         self._temporary = tempfile.TemporaryDirectory(prefix="tensorizer-")
         self.staging = Path(self._temporary.name)
         self._weights: list[str] = []
@@ -98,7 +107,19 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         path, stream_options = self.join(name), self._access.stream_options
         if not self.remote:
             os.makedirs(os.path.dirname(path), exist_ok=True)
+        beside = safetensors_beside(path, stream_options)
+        if beside and self._is_copy:
+            note = origin_text(origin_in(os.path.dirname(path), beside[0]))
+            contents = contents._replace(metadata={**(contents.metadata or {}), ORIGIN_KEY: note})
         write_contents(contents, path, self._options, self._access)
+        if beside and not self._is_copy:
+            logger.warning(
+                "%s: %s is written beside %s, which is not changed: loads of the folder raise an error that names both "
+                "until one of them is removed",
+                shown_location(self._root),
+                name,
+                ", ".join(beside),
+            )
         if self._options.max_shard_size is None:
             # What an earlier save left as shards, now that the model is one file; sharded saves do so themselves.
             remove_files(other_forms(path, [path], stream_options), stream_options)
@@ -121,7 +142,44 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
+def save_folder(
+    obj: Any,
+    folder: Any,
+    *,
+    tokenizer: Any = None,
+    metadata: Optional[Mapping[str, str]] = None,
+    ties: str = "once",
+    encryption: Any = None,
+    max_shard_size: Union[str, int, None] = None,
+    variant: Optional[str] = None,
+    names: str = "model",
+    stream_options: Optional[Mapping[str, Any]] = None,
+    is_copy: bool = False,
+    is_plain: bool = False,
+) -> None:
+    """Does what ``save_pretrained`` says; `is_copy` as for :class:`SavedFolder`.
+
+    With `is_plain`, the object is a module of no library: its weights and the tokenizer are all there is to write.
+    """
+    if names not in ("model", "library"):
+        raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
+    options = WriteOptions(format="tensors", ties=ties, max_shard_size=max_shard_size)
+    access = Access.to_write(encryption, stream_options)
+    with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library", is_copy) as where:
+        if is_plain:
+            _save_module(obj, tokenizer, where)
+        else:
+            _save_object(obj, tokenizer, where)
+
+
+def _save_module(module: torch.nn.Module, tokenizer: Any, where: SavedFolder) -> None:
+    where.write_model(getattr(module, "_orig_mod", module), "", "model", {})  # the one that torch.compile wraps
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(where.staging))
+    where.finish()
+
+
+def _save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
     """Writes a model, adapter, pipeline or sentence transformer.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -16,12 +17,13 @@ from tensorizer._files.contents import files_of_index, read_pickled
 from tensorizer._files.convert import convert
 from tensorizer._files.names import state_dict_of
 from tensorizer._io.access import Access, Trust
+from tensorizer._io.forms import choose
 from tensorizer._load.arguments import target_device
-from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.open_file import OpenFile, note_of, open_file
 from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
-from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder, ModelFolder, is_weight
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, is_weight
 from tensorizer.torch import save_file
 
 _PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
@@ -84,7 +86,7 @@ class Weights(NamedTuple):
 
 
 def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:
-    """The weights under the usual names: ``.tensors``, else ``.safetensors``, else ``.bin`` if that is allowed.
+    """The weights under the usual names: ``.tensors`` or ``.safetensors``, else ``.bin`` if that is allowed.
 
     Args:
         folder: The folder.
@@ -94,19 +96,18 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
     Raises:
         FileNotFoundError: There are none; the message says what was looked for.
         ValueError: Only pickled ones, and they are not allowed.
+        FormatError: Several sets of weights, which are not known to be one model.
         AuthenticationError: Only pickled ones, and somebody has to vouch for them.
     """
     if folder.file is not None:
         if not folder.has(folder.file):
             raise FileNotFoundError(f"{folder.label}: wanted {folder.file}, found none")
         return Weights(folder.weight(folder.file), False, folder, options)
-    tried = []
-    for extension in ("tensors", "safetensors"):
-        for name in _names(stem, extension, options.variant):
-            if folder.has(name):
-                _refuse_two_forms(folder, name, extension)
-                return Weights(folder.weight(name), False, folder, options)
-            tried.append(name)
+    tried = [name for extension in ("tensors", "safetensors") for name in _names(stem, extension, options.variant)]
+    found = folder.those_of(tried)
+    if found:
+        note = functools.partial(note_of, Access(options.encryption, folder.stream_options))
+        return Weights(folder.weight(choose(found, folder.forms(note))), False, folder, options)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
         if not folder.has(name):
             continue
@@ -123,14 +124,6 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
             raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
         return Weights(_pickled_files(folder, name), True, folder, options)
     raise FileNotFoundError(f"{folder.label}: wanted {', '.join(tried)}, found none of them")
-
-
-def _refuse_two_forms(folder: ModelFolder, name: str, extension: str) -> None:
-    """Refuses to guess between a file and shards, where the folder is here and asking costs nothing."""
-    if isinstance(folder, LocalFolder) and name.endswith(f".{extension}") and folder.has(f"{name}.index.json"):
-        raise ValueError(
-            f"{folder.label}: found both {name} and {name}.index.json, two forms of one model: remove the other one"
-        )
 
 
 def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
