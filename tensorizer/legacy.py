@@ -231,6 +231,10 @@ def load_model_folder(
         raise ValueError(
             f"{shown_location(tensors_uri)} leaves {len(missing)} tensors of the model unset: {', '.join(missing[:5])}"
         )
+    if hasattr(model, "named_non_persistent_buffers"):
+        from tensorizer.integrations._hf.models import compute_tables
+
+        compute_tables(model)
     _restore_generation_config(model, name_in(path_uri, _generation_file(model_prefix)), options)
     return model.eval()
 

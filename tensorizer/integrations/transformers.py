@@ -160,7 +160,8 @@ class TensorsCallback(TrainerCallback):  # type: ignore[misc]
                 model,
                 folder,
                 tokenizer=others.get("processing_class"),
-                is_copy=os.path.abspath(root) == os.path.abspath(args.output_dir),  # the trainer has written it just now
+                # Where the trainer has just written its own file.
+                is_copy=os.path.abspath(root) == os.path.abspath(args.output_dir),
                 is_plain=not _is_of_a_library(model),
                 **self.options,
             )

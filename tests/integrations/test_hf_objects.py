@@ -130,6 +130,42 @@ def test_one_model_of_diffusers_loads_by_itself(stable_diffusion, tmp_path):
         from_pretrained(None, tmp_path, output_loading_info=True)
 
 
+def test_tables_and_kept_parts_of_models_of_diffusers_have_the_dtype_and_bits_of_the_library(tmp_path):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 1}
+    makes = {
+        "table in float32": lambda: diffusers.PixArtTransformer2DModel(
+            **heads, out_channels=8, cross_attention_dim=16, sample_size=8, patch_size=2, caption_channels=8,
+            norm_num_groups=4, use_additional_conditions=False,
+        ),
+        "table in float64": lambda: diffusers.CogVideoXTransformer3DModel(
+            **heads, out_channels=4, time_embed_dim=8, text_embed_dim=8, sample_width=8, sample_height=8,
+            sample_frames=9, max_text_seq_length=8,
+        ),
+        "parts in float32": lambda: diffusers.WanTransformer3DModel(
+            **{**heads, "attention_head_dim": 12}, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32
+        ),
+    }  # fmt: skip
+    for what, make in makes.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            folder = tmp_path / what / str(dtype)
+            model = torch.nn.Module.to(make(), dtype)
+            model.save_pretrained(folder / "library")
+            save_pretrained(model, folder / "ours")
+            theirs = type(model).from_pretrained(folder / "library", torch_dtype=dtype)
+            wanted = dict(theirs.named_buffers())
+            for form in ("library", "ours"):
+                for options in ({}, {"dtype": dtype}):
+                    ours = from_pretrained(None, folder / form, **options)
+                    assert_same_state(ours, theirs)
+                    found = dict(ours.named_buffers())
+                    assert found.keys() == wanted.keys(), what
+                    for name, buffer in found.items():
+                        assert buffer.dtype == wanted[name].dtype, (what, dtype, name)
+                        assert torch.equal(buffer, wanted[name]), (what, dtype, name)
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_old_names_of_a_model_of_diffusers_are_the_librarys_to_change(stable_diffusion, tmp_path, private_folders):
     """An attention block of the first releases, which the library renames while it loads."""
     _, theirs = stable_diffusion
@@ -151,6 +187,8 @@ def test_old_names_of_a_model_of_diffusers_are_the_librarys_to_change(stable_dif
     with pytest.raises(ValueError, match="allow_plaintext_temp"):
         from_pretrained(None, tmp_path, encryption=key)
     assert_same_state(from_pretrained(None, tmp_path, encryption=key, allow_plaintext_temp=True), theirs.vae)
+    tensorizer.save_file({name: tensor.half() for name, tensor in renamed.items()}, file)
+    assert from_pretrained(None, tmp_path).dtype == torch.float16  # that of the file, here too
     del renamed["decoder.conv_in.weight"]
     tensorizer.save_file(renamed, file)
     with pytest.raises(LoadError, match=r"decoder\.conv_in\.weight"):

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.names import flat_names
-from tensorizer._format.dtypes import known_dtype, torch_dtype
+from tensorizer._format.dtypes import CASTABLE, known_dtype, torch_dtype
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import OpenFile
@@ -39,7 +39,6 @@ _FILLING = re.compile(
     "(normal|uniform|trunc_normal|xavier_normal|xavier_uniform|kaiming_normal|kaiming_uniform|orthogonal|eye|dirac|sparse|"
     "zero|zeros|ones|fill|constant|copy|add|sub|mul|div|clamp|erfinv|exponential|log)_"
 )
-_CONVERTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # what the engine's dtype= concerns
 
 
 def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
@@ -82,9 +81,31 @@ def _filled(
             return None, {}
     if not fill_empty(model, weights, devices):
         return None, {}
+    compute_tables(model)
     if options.device_map is not None:
         _dispatch(model, devices)
     return model, _nothing_wrong()
+
+
+def compute_tables(model: Any) -> None:
+    """Computes the buffers that no file holds as the library does.
+
+    Constructors run under the dtype of the model, in which some tables come out coarse. ``from_pretrained`` of version
+    5 therefore computes them a second time, in ``_init_weights`` under torch's default dtype; what is marked is spared.
+    """
+    if not hasattr(model, "named_non_persistent_buffers"):  # version 4 keeps those of the constructor
+        return
+    tables = dict(model.named_non_persistent_buffers(remove_duplicate=False))
+    if not tables:
+        return
+    parts = [name.split(".") for name in tables]
+    around = {".".join(names[:count]) for names in parts for count in range(len(names))}
+    for name, module in model.named_modules():
+        module._is_hf_initialized = name not in around
+    computed = set(map(id, tables.values()))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = id(tensor) not in computed
+    model.initialize_weights()
 
 
 def _dtype_of(config: Any, weights: Weights, options: LoadOptions) -> torch.dtype:
@@ -285,7 +306,7 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
         if fill.left_on_meta:
             logger.debug("%s: %s has no data; the library loads it", weights.label, ", ".join(fill.left_on_meta[:5]))
             return False
-        if not {wanted[name] for name in stored} & (_CONVERTED - {main}):
+        if not {wanted[name] for name in stored} & (CASTABLE - {main}):
             fill.run()
             return True
     tensors: dict[str, torch.Tensor] = {}
@@ -295,7 +316,7 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
         def accepts(stored_name: Any, chosen: Collection[str] = chosen) -> bool:
             return shown(str(stored_name)) in chosen
 
-        with weights.open(device, dtype if dtype in _CONVERTED else None, accepts) as part:
+        with weights.open(device, dtype if dtype in CASTABLE else None, accepts) as part:
             entries = flat_names(part)
             tensors.update(zip(entries, part.load(list(entries.values()))))
     fill.put(tensors)
@@ -304,18 +325,25 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
 
 def _wanted_dtypes(view: ModuleView) -> dict[str, torch.dtype]:
     """The dtype of each tensor: that of the empty model, or float32 where the class says that halves will not do."""
-    plain = set(getattr(view.module, "_keep_in_fp32_modules", None) or ())
+    plain = set(kept_in_float32(view.module))
     strict = set(getattr(view.module, "_keep_in_fp32_modules_strict", None) or ())
     found = {name: slot.tensor.dtype for name, slot in view.slots.items() if slot.tensor is not None}
     for half, patterns in ((torch.float16, plain | strict), (torch.bfloat16, strict)):
-        text = "|".join(map(re.escape, patterns))
-        keeps = re.compile(rf"(^|\.)({text})($|\.)").search
-        found.update({n: torch.float32 for n, dtype in found.items() if text and dtype == half and keeps(n)})
+        if patterns and half in found.values():
+            keeps = re.compile(rf"(^|\.)({'|'.join(map(re.escape, patterns))})($|\.)").search
+            coarse = [n for n, dtype in found.items() if dtype == half or not dtype.is_floating_point]  # counters, too
+            found.update({n: torch.float32 for n in coarse if keeps(n)})
     return found
 
 
+def kept_in_float32(model: Any) -> list[str]:
+    """Words in the names of modules that a model, or class of models, wants in float32 whatever its dtype."""
+    kept = getattr(model, "_keep_in_fp32_modules", None) or []
+    return [kept] if isinstance(kept, str) else list(kept)
+
+
 def _most_common(dtypes: Iterable[torch.dtype]) -> Optional[torch.dtype]:
-    counted = collections.Counter(dtype for dtype in dtypes if dtype in _CONVERTED)
+    counted = collections.Counter(dtype for dtype in dtypes if dtype in CASTABLE)
     return counted.most_common(1)[0][0] if counted else None
 
 
@@ -324,7 +352,7 @@ def _kinds_fit(file: OpenFile, stored: Mapping[str, int], wanted: Mapping[str, t
     pairs = {(file.index.dtype(i), wanted[name]) for name, i in stored.items() if name in wanted}
     kinds = [(known_dtype(dtype), target) for dtype, target in pairs]
     # All of them numbers of one kind, floating point.
-    return all(found == target or {found, target} <= _CONVERTED for found, target in kinds)
+    return all(found == target or {found, target} <= CASTABLE for found, target in kinds)
 
 
 def resolve_device_map(

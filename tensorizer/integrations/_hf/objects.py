@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
+from tensorizer._format.dtypes import CASTABLE
 from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError
@@ -69,13 +70,14 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
             raise ValueError(f"{folder.label}: diffusers has no class {name!s:.200}; pass the class, or model_class=")
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
-    with models.empty_on(options.device):
+    dtype = models.dtype_of_file(weights) if options.dtype == "auto" else options.dtype
+    with models.empty_on(torch.device("cpu")), _default_dtype(dtype):  # where the library computes tables
         model = cls.from_config(config)
-    model = _with_dtype(model, weights, options)
+    _set_dtype(model, dtype)
     if not models.fill_empty(model, weights, options.device):
-        model = _by_library(cls, folder, weights, options)
+        model = _by_library(cls, folder, weights, options, dtype)
     model.register_to_config(_name_or_path=folder.label)
-    return model.eval()
+    return model.to(options.device).eval()
 
 
 def _only_on_one_device(options: LoadOptions) -> None:
@@ -83,30 +85,42 @@ def _only_on_one_device(options: LoadOptions) -> None:
         raise ValueError("device_map: models of diffusers are loaded to one device; wanted device=")
 
 
-def _with_dtype(model: Any, weights: Weights, options: LoadOptions) -> Any:
-    """The empty model in the dtype that was asked for, or in that of the file."""
-    dtype = options.dtype
-    if dtype == "auto" and not weights.pickled:
-        dtype = models.dtype_of_file(weights)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    if isinstance(dtype, torch.dtype):
-        torch.nn.Module.to(model, dtype=dtype)  # parts that stay in float32 are seen to when they are filled
-    return model
+@contextlib.contextmanager
+def _default_dtype(dtype: Optional[torch.dtype]) -> Iterator[None]:
+    """The library builds its models under the dtype that was asked for, and so computes their tables."""
+    before = torch.get_default_dtype()
+    try:
+        if dtype in CASTABLE:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
-def _by_library(cls: Any, folder: ModelFolder, weights: Weights, options: LoadOptions) -> Any:
+def _set_dtype(model: Any, dtype: Optional[torch.dtype]) -> None:
+    """Gives what a file holds the dtype that was asked for, but for the parts that the class keeps in float32."""
+    if dtype is None:
+        return
+    kept = set(models.kept_in_float32(model))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+
+
+def _by_library(
+    cls: Any, folder: ModelFolder, weights: Weights, options: LoadOptions, dtype: Optional[torch.dtype]
+) -> Any:
     """The library's model, from a temporary file: it renames and converts, but takes no state dict."""
-    keywords = {} if options.dtype in (None, "auto") else {"torch_dtype": options.dtype}
+    keywords: dict[str, Any] = {} if dtype is None else {"torch_dtype": dtype}
+    if not models.kept_in_float32(cls):  # with such parts the library wants the default; else missing ones have no data
+        keywords["low_cpu_mem_usage"] = False
     with private_copy(folder.fetch("config.json"), weights.nbytes) as files:
         write_safetensors(weights, files / f"{_DIFFUSERS_STEM}.safetensors", options.allow_plaintext_temp)
-        model, info = cls.from_pretrained(
-            files, output_loading_info=True, low_cpu_mem_usage=False, use_safetensors=True, **keywords
-        )
+        model, info = cls.from_pretrained(files, output_loading_info=True, use_safetensors=True, **keywords)
     left = [*info.get("missing_keys", ()), *info.get("unexpected_keys", ())]
     if options.strict and left:
         raise LoadError(f"{weights.label}: missing from it or unexpected in it: {', '.join(map(str, left[:20]))}")
-    return model.to(options.device)
+    return model
 
 
 def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
