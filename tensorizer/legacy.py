@@ -154,7 +154,10 @@ def write_model_folder(
     Raises:
         TypeError: ``config`` is of a kind that has no JSON text. Nothing was written.
     """
+    from tensorizer._save.compiled import unwrapped
+
     options = dict(stream_options or {})
+    model = unwrapped(model)
     texts = _texts_beside(model, config, model_prefix)
     tensors_uri = name_in(model_directory, f"{model_prefix}.tensors")
     with TensorSerializer(tensors_uri, stream_options=options, **serializer_options) as serializer:

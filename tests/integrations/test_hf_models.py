@@ -22,7 +22,7 @@ from tensorizer import _C, DecryptionParams, EncryptionParams
 from tensorizer._load.fit import ModuleView
 from tensorizer._load.modules import Filling, ModuleFill, module_names
 from tensorizer.errors import FormatError, LoadError, MissingHashError, UnsupportedContentError
-from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+from tensorizer.integrations.huggingface import from_pretrained, load_model, save_pretrained, serialize_model
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
@@ -596,6 +596,29 @@ def test_a_generation_configuration_of_the_wrong_form_is_named(tmp_path):
         (tmp_path / "generation_config.json").write_text(content)
         with pytest.raises(ValueError, match=r"generation_config\.json"):
             from_pretrained(None, tmp_path)
+
+
+def test_a_compiled_model_is_saved_as_the_model_that_was_compiled(tmp_path):
+    model = tiny_models.llama()
+    whole, parts = torch.compile(model), tiny_models.llama()
+    parts.model = torch.compile(parts.model)
+    parts.model.layers[1] = torch.compile(parts.model.layers[1])
+    in_place = tiny_models.llama()
+    in_place.compile()
+    for what, saved in {"whole": whole, "parts": parts, "in place": in_place}.items():
+        for form, options in {
+            "model": {},
+            "library": {"names": "library"},
+            "shards": {"max_shard_size": 9_000},
+        }.items():
+            folder = tmp_path / what / form
+            save_pretrained(saved, folder, **options)
+            assert_as_the_library(from_pretrained(None, folder), model, f"{what} {form}")
+        serialize_model(saved, model.config, str(tmp_path / what / "old"))
+        old = load_model(str(tmp_path / what / "old"), type(model), device="cpu")
+        assert list(old.state_dict()) == list(model.state_dict()), what
+    assert type(parts.model) is type(whole)  # what was saved is as it was
+    assert "model._orig_mod.layers.1._orig_mod.mlp.up_proj.weight" in parts.state_dict()
 
 
 def test_a_saved_folder_replaces_an_earlier_one(tmp_path):

@@ -166,6 +166,28 @@ def test_tables_and_kept_parts_of_models_of_diffusers_have_the_dtype_and_bits_of
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_compiled_parts_of_pipelines_and_adapters_are_saved_as_what_was_compiled(stable_diffusion, tmp_path):
+    _, theirs = stable_diffusion
+    pipeline = type(theirs)(**theirs.components, requires_safety_checker=False)
+    pipeline.unet, pipeline.text_encoder = torch.compile(theirs.unet), torch.compile(theirs.text_encoder)
+    save_pretrained(pipeline, tmp_path / "pipeline")
+    ours = from_pretrained(None, tmp_path / "pipeline")
+    assert type(ours.unet) is type(theirs.unet)
+    for name in ("unet", "text_encoder", "vae"):
+        assert_same_state(getattr(ours, name), getattr(theirs, name))
+    save_pretrained(torch.compile(theirs.vae), tmp_path / "vae")
+    assert_same_state(from_pretrained(None, tmp_path / "vae"), theirs.vae)
+    base = tiny_models.llama()
+    base.save_pretrained(tmp_path / "base")
+    adapted = with_adapter(type(base).from_pretrained(tmp_path / "base"))
+    right = tiny_models.output_of(adapted)
+    layers = adapted.base_model.model.model.layers
+    layers[0] = torch.compile(layers[0])
+    save_pretrained(torch.compile(adapted), tmp_path / "adapter")
+    assert isinstance(layers[0], type(torch.compile(base)))  # what was saved is as it was
+    assert tiny_models.agree(tiny_models.output_of(from_pretrained(None, tmp_path / "adapter")), right)
+
+
 def test_old_names_of_a_model_of_diffusers_are_the_librarys_to_change(stable_diffusion, tmp_path, private_folders):
     """An attention block of the first releases, which the library renames while it loads."""
     _, theirs = stable_diffusion

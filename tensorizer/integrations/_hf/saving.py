@@ -30,6 +30,7 @@ from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import folder_uri, local_path
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import open_whole
+from tensorizer._save.compiled import unwrapped
 from tensorizer._save.records import walk_module
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import UnsupportedContentError
@@ -186,6 +187,8 @@ def _save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
         TypeError: An object of another kind.
         UnsupportedContentError: Weights whose layout is not in their tensors (torchao).
     """
+    if isinstance(obj, torch.nn.Module):
+        obj = unwrapped(obj)
     if is_of("sentence_transformers", obj):
         _save_sentence_transformer(obj, where)
     elif is_of("peft", obj):
@@ -284,7 +287,7 @@ def _save_pipeline(pipeline: Any, where: SavedFolder) -> None:
         if component is None:
             continue
         if isinstance(component, torch.nn.Module) and hasattr(component, "config"):
-            _save_model(component, where, name)
+            _save_model(unwrapped(component), where, name)
         elif hasattr(component, "save_pretrained"):
             component.save_pretrained(where.staging / name)
 
