@@ -35,9 +35,26 @@ def check_dtype(dtype: Any) -> None:
     """Raises ``TypeError`` for anything but a ``torch.dtype`` or ``None``."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return
-    meant = getattr(torch, dtype.rpartition(".")[2], None) if isinstance(dtype, str) else None
-    hint = f"; write {meant}" if isinstance(meant, torch.dtype) else ""
+    meant = meant_dtype(dtype)
+    hint = f"; write {meant}" if meant is not None else ""
     raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__} ({dtype!r:.100}){hint}")
+
+
+def named_dtype(name: str) -> Optional[torch.dtype]:
+    """The dtype that torch calls so, with or without ``torch.``."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def meant_dtype(text: Any) -> Optional[torch.dtype]:
+    """The dtype that a text may have been meant for; ``None`` where none is near."""
+    if not isinstance(text, str):
+        return None
+    import difflib
+
+    names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+    near = difflib.get_close_matches(text.rpartition(".")[2].lower(), names, 1, 0.5)  # 0.5: "fp16" is float16
+    return named_dtype(near[0]) if near else None
 
 
 def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:

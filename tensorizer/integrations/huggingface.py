@@ -130,7 +130,8 @@ def from_pretrained(
         subfolder: Folder inside of `source`.
         variant: A word in the names of the files of weights.
         dtype: A dtype or its name; ``"auto"`` is that of the configuration, else of the weights; ``None`` is torch's
-            default dtype. Parts that the class keeps in ``float32`` stay so.
+            default dtype. Parts that the class keeps in ``float32`` stay so. For a pipeline also a mapping from names
+            of components, and ``"default"``, to dtypes.
         device: Where the model goes; the CPU by default, as with the libraries.
         device_map: As the library takes it; needs ``accelerate``.
         quantization_config: Quantises while loading, by the library.
@@ -161,7 +162,8 @@ def from_pretrained(
         FileNotFoundError: No such folder, repository or revision, or no weights in it.
         FormatError: Several sets of weights in the folder, none of which is marked as made from the other.
         LoadError: With `strict`, tensors are missing or unexpected.
-        ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; weights
+        ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; no dtype
+            of floating point, or the misspelt name of one; weights
             that only `allow_pickle` or `allow_plaintext_temp` would load; `mmap` with another device than the CPU or a
             device map, or of what is encrypted, pickled or not local; ``output_loading_info`` of something that has
             none.
@@ -173,8 +175,10 @@ def from_pretrained(
             "trust_remote_code: code of a repository is never run; import the class and pass it as model_class="
         )
     from tensorizer.integrations._hf.folders import LoadOptions
+    from tensorizer.integrations._hf.models import asked_dtype
     from tensorizer.integrations._hf.objects import load
 
+    dtype = asked_dtype(dtype)
     device = as_device(device)
     if mmap and (device_map is not None or device.type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")

@@ -166,6 +166,28 @@ def test_tables_and_kept_parts_of_models_of_diffusers_have_the_dtype_and_bits_of
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_names_of_dtypes_mean_their_dtype_for_diffusers_and_misspelt_ones_are_an_error(stable_diffusion, tmp_path):
+    folder, theirs = stable_diffusion
+    save_pretrained(theirs, tmp_path / "pipeline")
+    (tmp_path / "pickled").mkdir()
+    theirs.vae.save_config(tmp_path / "pickled")
+    torch.save(theirs.vae.state_dict(), tmp_path / "pickled" / "diffusion_pytorch_model.bin")
+    for source, options in {
+        tmp_path / "pipeline" / "vae": {},
+        folder / "vae": {},
+        tmp_path / "pickled": {"allow_pickle": True},
+        tmp_path / "pipeline": {},
+        folder: {},
+    }.items():
+        for dtype in ("float16", "torch.float16", "half"):
+            loaded = from_pretrained(None, source, dtype=dtype, **options)
+            assert {p.dtype for p in getattr(loaded, "vae", loaded).parameters()} == {torch.float16}, (source, dtype)
+        with pytest.raises(ValueError, match=r"dtype: wanted .*'flaot16'; did you mean 'float16'\?"):
+            from_pretrained(None, source, dtype="flaot16", **options)
+    mixed = from_pretrained(None, tmp_path / "pipeline", dtype={"default": "float16", "unet": torch.bfloat16})
+    assert (mixed.unet.dtype, mixed.vae.dtype, mixed.text_encoder.dtype) == (torch.bfloat16, *[torch.float16] * 2)
+
+
 def test_compiled_parts_of_pipelines_and_adapters_are_saved_as_what_was_compiled(stable_diffusion, tmp_path):
     _, theirs = stable_diffusion
     pipeline = type(theirs)(**theirs.components, requires_safety_checker=False)

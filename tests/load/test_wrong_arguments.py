@@ -52,6 +52,7 @@ def assert_words(text: str, *words: str) -> None:
         pytest.param({"filter_func": {"w"}}, TypeError, ["filter_func", "set", "function"], id="set as filter"),
         pytest.param({"filter_func": "w"}, TypeError, ["filter_func", "str", "function"], id="name as filter"),
         pytest.param({"dtype": "float16"}, TypeError, ["torch.float16", "str"], id="name as dtype"),
+        pytest.param({"dtype": "flaot16"}, TypeError, ["write torch.float16"], id="misspelt name as dtype"),
         pytest.param({"dtype": float}, TypeError, ["torch.dtype", "type"], id="type as dtype"),
     ],
 )

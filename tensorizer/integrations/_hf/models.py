@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.names import flat_names
 from tensorizer._format.dtypes import CASTABLE, known_dtype, torch_dtype
+from tensorizer._load.arguments import meant_dtype, named_dtype
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import OpenFile
@@ -117,11 +118,36 @@ def _dtype_of(config: Any, weights: Weights, options: LoadOptions) -> torch.dtyp
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if dtype is None:
             dtype = dtype_of_file(weights)
-    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(chosen, torch.dtype):
-        place = f"{weights.folder.label}: {_CONFIG}: " if options.dtype == "auto" else ""
-        raise ValueError(f"{place}dtype: wanted a torch.dtype, its name or 'auto', found {dtype!r:.200}")
-    return chosen
+    return one_dtype(dtype, f"{weights.folder.label}: {_CONFIG}: " if options.dtype == "auto" else "")
+
+
+def asked_dtype(dtype: Any) -> Any:
+    """What a caller means: ``None``, ``"auto"``, a dtype, or a mapping from parts of a model to them.
+
+    Raises:
+        ValueError: As :func:`one_dtype`.
+    """
+    if dtype is None or dtype == "auto":
+        return dtype
+    if isinstance(dtype, Mapping):
+        return {part: asked_dtype(value) for part, value in dtype.items()}
+    return one_dtype(dtype)
+
+
+def one_dtype(dtype: Any, place: str = "") -> torch.dtype:
+    """A dtype, also from its name.
+
+    Raises:
+        ValueError: Something else; the message begins with `place` and says which dtype may be meant.
+    """
+    found = named_dtype(dtype) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    near = meant_dtype(dtype)
+    hint = f"; did you mean {str(near).removeprefix('torch.')!r}?" if near is not None and near != found else ""
+    raise ValueError(
+        f"{place}dtype: wanted a torch.dtype of floating point, its name or 'auto', found {dtype!r:.200}{hint}"
+    )
 
 
 def dtype_of_file(weights: Weights) -> torch.dtype:

@@ -60,6 +60,8 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
     import diffusers
 
     _only_on_one_device(options)
+    if isinstance(options.dtype, dict):
+        raise ValueError(f"{folder.label}: dtype: a model of diffusers has one, found a mapping")
     values = folder.read_json("config.json")
     if values is None:
         raise FileNotFoundError(f"{folder.label}: wanted config.json in it")
@@ -137,7 +139,9 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
             continue
         if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
             raise ValueError(f"{folder.label}: {_PIPELINE}: wanted library and class of {name!r}, found {entry!r:.200}")
-        component = _load_component(entry, folder.below(name), options)
+        component = _load_component(
+            entry, folder.below(name), dataclasses.replace(options, dtype=_dtype_of(name, options))
+        )
         if component is not None:
             loaded[name] = component
     keywords = {**options.model_kwargs, **loaded}
@@ -173,6 +177,13 @@ def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: 
         if (files / name / _PIPELINE).is_file():  # a pipeline in the pipeline
             content = (files / name / _PIPELINE).read_bytes()
             _refuse_code(f"{label}/{name}", files / name, json_content(f"{label}/{name}: {_PIPELINE}", content))
+
+
+def _dtype_of(component: str, options: LoadOptions) -> Any:
+    """What the pipelines of the library take: one dtype, or one for each component and a default."""
+    if not isinstance(options.dtype, dict):
+        return options.dtype
+    return options.dtype.get(component, options.dtype.get("default", torch.float32))
 
 
 def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
