@@ -131,7 +131,8 @@ def from_pretrained(
         variant: A word in the names of the files of weights.
         dtype: A dtype or its name; ``"auto"`` is that of the configuration, else of the weights; ``None`` is torch's
             default dtype. Parts that the class keeps in ``float32`` stay so. For a pipeline also a mapping from names
-            of components, and ``"default"``, to dtypes.
+            of components, and ``"default"``, to dtypes. ``torch_dtype`` is its old name, deprecated where the library
+            says so.
         device: Where the model goes; the CPU by default, as with the libraries.
         device_map: As the library takes it; needs ``accelerate``.
         quantization_config: Quantises while loading, by the library.
@@ -178,7 +179,9 @@ def from_pretrained(
     from tensorizer.integrations._hf.models import asked_dtype
     from tensorizer.integrations._hf.objects import load
 
-    dtype = asked_dtype(dtype)
+    torch_dtype = model_kwargs.pop("torch_dtype", None)
+    old_name_of_dtype = torch_dtype is not None
+    dtype = asked_dtype(torch_dtype if old_name_of_dtype and dtype == "auto" else dtype)
     device = as_device(device)
     if mmap and (device_map is not None or device.type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")

@@ -242,6 +242,27 @@ def test_dtypes_are_those_of_the_library(tmp_path):
             from_pretrained(None, folder / "ours", dtype=wrong)
 
 
+def test_torch_dtype_is_the_old_name_of_dtype_and_deprecated_as_the_library_says(tmp_path, caplog):
+    save_pretrained(tiny_models.llama().to(torch.bfloat16), tmp_path)
+    logger = logging.getLogger("transformers")
+    for asked, right in {"auto": torch.bfloat16, torch.float16: torch.float16, "float32": torch.float32}.items():
+        type(logger).warning_once.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="transformers"):
+            logger.addHandler(caplog.handler)
+            try:
+                assert from_pretrained(None, tmp_path, torch_dtype=asked).dtype == right
+                assert "`torch_dtype` is deprecated! Use `dtype` instead!" in caplog.text
+                caplog.clear()
+                assert from_pretrained(None, tmp_path, dtype=asked).dtype == right
+                assert "torch_dtype" not in caplog.text
+            finally:
+                logger.removeHandler(caplog.handler)
+    assert from_pretrained(None, tmp_path, dtype=torch.float16, torch_dtype=torch.float32).dtype == torch.float16
+    with pytest.raises(ValueError, match="did you mean 'float16'"):
+        from_pretrained(None, tmp_path, torch_dtype="flaot16")
+
+
 def test_parts_that_halves_are_too_coarse_for_stay_in_single_precision(tmp_path, library_calls):
     save_pretrained(tiny_models.t5(), tmp_path)
     model = from_pretrained(None, tmp_path, dtype=torch.float16)

@@ -188,6 +188,17 @@ def test_names_of_dtypes_mean_their_dtype_for_diffusers_and_misspelt_ones_are_an
     assert (mixed.unet.dtype, mixed.vae.dtype, mixed.text_encoder.dtype) == (torch.bfloat16, *[torch.float16] * 2)
 
 
+def test_torch_dtype_means_dtype_for_models_and_pipelines_of_diffusers(stable_diffusion, tmp_path):
+    folder, theirs = stable_diffusion
+    save_pretrained(theirs, tmp_path)
+    for source in (folder, tmp_path):
+        for dtype in (torch.float16, "float16"):
+            assert from_pretrained(None, source / "unet", torch_dtype=dtype).dtype == torch.float16
+            pipeline = from_pretrained(None, source, torch_dtype=dtype)
+            assert (pipeline.unet.dtype, pipeline.text_encoder.dtype) == (torch.float16, torch.float16)
+        assert from_pretrained(None, source, torch_dtype="auto").unet.dtype == torch.float32
+
+
 def test_compiled_parts_of_pipelines_and_adapters_are_saved_as_what_was_compiled(stable_diffusion, tmp_path):
     _, theirs = stable_diffusion
     pipeline = type(theirs)(**theirs.components, requires_safety_checker=False)
@@ -388,6 +399,13 @@ def test_a_sentence_transformer_goes_each_way_in_one_call(tmp_path, private_fold
             assert not any(module.training for module in ours.modules())
     again = type(theirs)
     assert (from_pretrained(again, tmp_path / "ours").encode("abc") == theirs.encode("abc")).all()
+
+
+def test_a_sentence_transformer_takes_dtype_by_both_names(tmp_path):
+    save_pretrained(tiny_models.sentence_transformer(tmp_path / "base"), tmp_path / "ours")
+    for name in ("dtype", "torch_dtype"):
+        loaded = from_pretrained(None, tmp_path / "ours", **{name: "bfloat16"})
+        assert next(loaded[0].parameters()).dtype == torch.bfloat16
 
 
 def test_code_in_the_folder_of_a_sentence_transformer_is_never_run(tmp_path):

@@ -51,6 +51,7 @@ class LoadOptions:
     stream_options: Optional[Mapping[str, Any]] = None
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
+    old_name_of_dtype: bool = False  # whether the caller wrote torch_dtype=
     device: torch.device = _HOST  # of a load without a device map
     device_map: Any = None
     quantization_config: Any = None

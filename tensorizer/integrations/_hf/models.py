@@ -44,6 +44,10 @@ _FILLING = re.compile(
 
 def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
     """A model in evaluation mode, and the loading information that the library would give."""
+    if options.old_name_of_dtype:
+        from transformers.utils import logging as library_logging
+
+        library_logging.get_logger("transformers").warning_once("`torch_dtype` is deprecated! Use `dtype` instead!")
     config, keywords = find_config(cls, folder, options)
     builder = model_class_of(cls, config, folder, options)
     weights = find_weights(folder, "model", options)

@@ -145,6 +145,8 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
         if component is not None:
             loaded[name] = component
     keywords = {**options.model_kwargs, **loaded}
+    if options.old_name_of_dtype and options.dtype != "auto":
+        keywords["torch_dtype"] = options.dtype  # some releases call that deprecated
     pipeline = (cls or diffusers.DiffusionPipeline).from_pretrained(files, **keywords)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
@@ -189,7 +191,7 @@ def _dtype_of(component: str, options: LoadOptions) -> Any:
 def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """A component that has weights; ``None`` for those that the pipeline reads itself."""
     library, class_name = entry
-    plain = dataclasses.replace(options, model_kwargs={}, config=None, model_class=None)
+    plain = dataclasses.replace(options, model_kwargs={}, config=None, model_class=None, old_name_of_dtype=False)
     found: Any = None
     with contextlib.suppress(ImportError):
         module = __import__(library) if library in ("diffusers", "transformers") else None
@@ -232,7 +234,8 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
             write_safetensors(weights, Path(files, path, "model.safetensors"), options.allow_plaintext_temp)
         keywords = dict(options.model_kwargs)
         if options.dtype not in (None, "auto"):
-            keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), "torch_dtype": options.dtype}
+            name = "torch_dtype" if options.old_name_of_dtype else "dtype"
+            keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), name: options.dtype}
         model = (cls or SentenceTransformer)(str(files), device=str(options.device), local_files_only=True, **keywords)
     return model.eval()
 
