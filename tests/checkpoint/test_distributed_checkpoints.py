@@ -234,9 +234,9 @@ def test_a_save_whose_files_another_save_deleted_raises_and_the_other_checkpoint
 def test_an_s3_uri_without_a_bucket_is_refused_before_anything_is_written(tmp_path, monkeypatch, uri):
     monkeypatch.chdir(tmp_path)
     for refuses in (td.TensorizerWriter, td.TensorizerReader, td.is_complete):
-        with pytest.raises(ValueError, match="no bucket"):
+        with pytest.raises(ValueError, match="bucket"):
             refuses(uri)
-    with pytest.raises(ValueError, match="no bucket"):
+    with pytest.raises(ValueError, match="bucket"):
         dcp.save({"w": torch.zeros(3)}, checkpoint_id=uri, storage_writer=td.TensorizerWriter())
     assert not list(tmp_path.iterdir())
 
