@@ -626,6 +626,10 @@ def test_in_the_block_the_names_of_torchs_storage_are_classes_and_those_derived_
                 dcp.load(state, **how)
                 assert state["w"].tolist() == [0, 1, 2]
         assert theirs.written == 1
+        kept_writer, kept_reader = dcp.FileSystemWriter, dcp.FileSystemReader
+    for kept in (kept_writer, kept_reader):  # as a module has them that was imported inside the block
+        assert not isinstance(kept(tmp_path / "ours"), (td.TensorizerWriter, td.TensorizerReader))
+    assert isinstance(kept_writer(tmp_path / "ours"), genuine)
     assert genuine in Inside.__mro__
     assert type(InsideReader(tmp_path)) is InsideReader
     assert dcp.FileSystemWriter is genuine

@@ -54,7 +54,7 @@ def _with_options(writer: dict[str, Any], reader: dict[str, Any]) -> Iterator[No
 
 
 def _innermost() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of the last block that is active; none for a save that goes on after it."""
+    """Keywords of the last block that is active; none after it."""
     return ([({}, {}), *_options.values()])[-1]
 
 
@@ -104,7 +104,7 @@ class _StandIn(type(dcp.FileSystemWriter)):  # type: ignore[misc]  # of whose ki
         return kind(name, theirs, namespace, **kwargs)
 
     def __call__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
-        ours = _own(cls, "make")(path, kwargs) if TensorizerWriter.validate_checkpoint_id(path) else None
+        ours = _own(cls, "make")(path, kwargs) if _is_for_ours(path) else None
         return _replaced_by(cls)(path, *args, **kwargs) if ours is None else ours
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -125,12 +125,16 @@ def _replaced_by(stand_in: type) -> Any:
     return _own(stand_in, "replaced")
 
 
+def _is_for_ours(path: PathLike) -> bool:
+    """Whether ours can take a path, and a block is active: a module that was imported inside one keeps the classes."""
+    return bool(_options) and TensorizerWriter.validate_checkpoint_id(path)
+
+
 def _instead_of(replaced: Any, ours: type, make: Callable[[PathLike, dict[str, Any]], Any]) -> type:
     """A class whose calls give what `make` has for a path, or where that is none an object of the class replaced."""
 
     def validate_checkpoint_id(checkpoint_id: PathLike) -> bool:
-        known = TensorizerWriter.validate_checkpoint_id(checkpoint_id)
-        return known or bool(replaced.validate_checkpoint_id(checkpoint_id))
+        return _is_for_ours(checkpoint_id) or bool(replaced.validate_checkpoint_id(checkpoint_id))
 
     storage = StorageWriter if issubclass(ours, StorageWriter) else StorageReader
     own = {"replaced": replaced, "ours": ours, "make": staticmethod(make)}
