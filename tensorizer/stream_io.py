@@ -26,7 +26,7 @@ from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
 from tensorizer._system.on_demand import names_on_demand
-from tensorizer._system.redaction import hidden, shown_uri
+from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import stream_errors
 
 if TYPE_CHECKING:
@@ -218,8 +218,6 @@ def open_stream(
         )
     if scheme == "s3":
         checks.binary_mode(mode, _S3_MODES, scheme)
-        # Tools that record local variables show these as <hidden>.
-        s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         options = _s3_options(**locals())
         if "r" in mode:
             return objects.open_read(uri, options, begin=begin, end=end, buffer_size=buffer_size, cache=chosen)

@@ -68,6 +68,10 @@ class _Context(NamedTuple):
         wanted = [name for name in ("encryption", "signing_key") if self.kwargs.get(name) is not None]
         return f"{wanted[0]}=" if wanted else None
 
+    def __repr__(self) -> str:
+        """Without the keywords, which may hold keys."""
+        return f"_Context(function={self.function!r}, kwargs of {sorted(self.kwargs)})"
+
 
 _saving: ContextVar[Optional[_Context]] = ContextVar("tensorizer_saving", default=None)
 _loading: ContextVar[Optional[_Context]] = ContextVar("tensorizer_loading", default=None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_int
+from tensorizer._system.redaction import shown_location
 
 if TYPE_CHECKING:
     from tensorizer.progress import ProgressArgument
@@ -20,6 +21,12 @@ class Trust(NamedTuple):
     public_keys: tuple[bytes, ...] = ()
     signature: Any = None  # a path, URI or bytes; None: in the file, or beside it
     required: bool = False
+
+    def __repr__(self) -> str:
+        """Without the secrets of a URI."""
+        shown = f"{len(self.signature)} bytes" if isinstance(self.signature, bytes) else self.signature
+        shown = shown if shown is None else shown_location(shown)
+        return f"Trust({len(self.public_keys)} keys, signature={shown!r}, required={self.required!r})"
 
     @classmethod
     def of(cls, public_key: Any, signature: Any, require_authenticated: Optional[bool]) -> Trust:

@@ -12,7 +12,6 @@ from tensorizer._io.certificates import CAInfo, check_certificates
 from tensorizer._io.options import Headers, HTTPOptions, checked_headers
 from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
-from tensorizer._system.redaction import hidden
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
@@ -111,8 +110,7 @@ class CURLStreamFile(WindowedReader):
         native = (http_options or HTTPOptions())._native(
             headers, certificate_handling, secure=not uri.lower().startswith("http:")
         )
-        url = hidden(_quoted(uri))
-        assert url is not None
+        url = _quoted(uri)
 
         def open_source(first: int) -> _SharedSource:
             from tensorizer import _C

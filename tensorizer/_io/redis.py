@@ -22,7 +22,6 @@ from tensorizer._io.uri import split_uri
 from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
 from tensorizer._system.config import env_int
-from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     import redis
@@ -196,7 +195,6 @@ class RedisStreamFile(WindowedReader):
         buffer_nbytes = checks.buffer_size(buffer_size, 0)
         settings = {
             **{name: value for name, value in address._asdict().items() if name != "prefix"},
-            "password": hidden(address.password),
             "connections": _connections(connections),
             "connect_timeout": checks.seconds("connect_timeout", connect_timeout, above_zero=True),
             "stall_timeout": checks.seconds("stall_timeout", stall_timeout, above_zero=True),

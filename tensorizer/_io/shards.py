@@ -47,6 +47,10 @@ class OpenedShards(NamedTuple):
     location: Any  # the path or URI of the index
     stream: Any = None
 
+    def __repr__(self) -> str:
+        """Without the secrets of URIs."""
+        return f"OpenedShards({self.name!r}, {len(self.files)} files)"
+
     @property
     def locations(self) -> list[Any]:
         """The paths or URIs of what is open, the index first."""
@@ -94,6 +98,10 @@ class _ModelFolder(NamedTuple):
     remote: bool
     stream_options: Optional[Mapping[str, Any]]
     asked_for: Any  # as given, to be opened as a file after all
+
+    def __repr__(self) -> str:
+        """Without the options, which may hold passwords."""
+        return f"_ModelFolder({shown_location(self.folder)!r}, {self.name!r})"
 
     @classmethod
     def of(cls, file_obj: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[_ModelFolder]:

@@ -84,6 +84,10 @@ class OpenedSource(NamedTuple):
     location: Any = None  # the path or URI it was opened by, and the options for that
     stream_options: Optional[Mapping[str, Any]] = None
 
+    def __repr__(self) -> str:
+        """Without the options, which may hold passwords."""
+        return f"OpenedSource({self.name!r})"
+
     @property
     def name(self) -> str:
         """For messages."""

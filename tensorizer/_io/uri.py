@@ -96,6 +96,10 @@ class SplitURI(NamedTuple):
     path: str  # without the slash behind the authority
     query: str
 
+    def __repr__(self) -> str:
+        """Without what may be a password or signature."""
+        return f"SplitURI({shown_uri(f'{self.scheme}://{self.authority}/{self.path}')!r})"
+
 
 def split_uri(uri: str) -> SplitURI:
     """Takes a URI apart, as :func:`split_query` does. No error quotes what may be a password."""

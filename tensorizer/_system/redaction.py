@@ -5,27 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from typing import Any, Optional
+from typing import Any
 
 #: In these schemes the text before the at sign names a container, and no user.
 CONTAINER_SCHEMES = ("az", "abfs", "abfss")
 _LOGIN = r"(?<=://)[^/\s\"'@]*@"
 # In these, a user and a password may stand before the host; a password in which a character was not escaped ends late.
 _LOGIN_SCHEMES = ("dav", "davs", "ftp", "http", "https", "redis", "rediss", "sftp", "smb", "ssh", "webdav")
-
-
-class HiddenText(str):
-    """Text that ``repr`` does not show, and so no tool that records local variables."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "<hidden>"
-
-
-def hidden(text: Optional[str]) -> Optional[str]:
-    """The same text, for use and not for show; ``None`` and what is no text stay what they are."""
-    return HiddenText(text) if type(text) is str and text else text
 
 
 def shown_uri(uri: str) -> str:

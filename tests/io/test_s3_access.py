@@ -10,15 +10,19 @@ import traceback
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
 
+import tensorizer
 from tensorizer import stream_io
 from tensorizer._io.s3 import access, objects
 from tensorizer._io.s3.options import S3Location, parse_s3_uri
+from tensorizer.torch_compat import tensorizer_saving
 
 botocore = pytest.importorskip("botocore")
 boto3 = pytest.importorskip("boto3")
 
 KEY, SECRET, TOKEN = "AKIDEXAMPLE", "topsecret/+key", "tokentokentoken"
+WORD = "sEcReTw0rd"
 LOCATION = S3Location("bucket", "some/key")
 READ_DEFAULT, WRITE_DEFAULT = "accel-object.ord1.coreweave.com", "object.ord1.coreweave.com"
 
@@ -354,23 +358,82 @@ class TestSecrets:
         assert "s3://b/k" in str(caught.value)
         assert "127.0.0.1:1" in str(caught.value)
 
-    @pytest.mark.parametrize("from_file", [False, True])
-    def test_the_local_variables_of_our_frames_show_no_secret(self, tmp_path, from_file):
-        where = {"s3_endpoint": "127.0.0.1:1", "force_http": True}
-        if from_file:
+    @pytest.mark.parametrize("keys", ["arguments", "file", "parameters"])
+    def test_no_object_of_ours_in_a_traceback_shows_a_secret(self, tmp_path, keys):
+        arguments = {"s3_access_key_id": KEY, "s3_secret_access_key": SECRET, "s3_session_token": TOKEN}
+        options = {"s3_endpoint": "127.0.0.1:1", "force_http": True, "http_options": stream_io.HTTPOptions(retries=0)}
+        if keys == "file":
             file = tmp_path / "s3cfg"
             file.write_text(f"[default]\naccess_key = {KEY}\nsecret_key = {SECRET}\n")
-            keys = {"s3_config_path": str(file)}
+            options["s3_config_path"] = str(file)
         else:
-            keys = {"s3_access_key_id": KEY, "s3_secret_access_key": SECRET, "s3_session_token": TOKEN}
-        options = stream_io.HTTPOptions(retries=0)
-        with pytest.raises(OSError) as caught:
-            stream_io.open_stream("s3://b/k", http_options=options, **where, **keys)
-        stack = traceback.TracebackException.from_exception(caught.value, capture_locals=True).stack
-        shown = [f"{frame.name}: {frame.locals}" for frame in stack if frame.filename != __file__]
-        assert len(shown) >= 3
-        for secret in (SECRET, TOKEN, "X-Amz"):
-            assert not [text for text in shown if secret in text]
+            options.update(arguments)
+        if keys == "parameters":
+            customer = {"SSECustomerKey": SECRET, "SSECustomerAlgorithm": "AES256"}
+            options["s3_extra_args"] = {"get": customer, "put": customer}
+        state = {"a": torch.ones(2)}
+
+        def save(uri):
+            with tensorizer.TensorSerializer(uri, stream_options=options) as file:
+                file.write_state_dict(state)
+
+        def save_beside_a_pickle(uri):
+            with tensorizer_saving(lambda _: uri, stream_options=options):
+                torch.save(state, tmp_path / "x.pt")
+
+        def checkpoint(uri):
+            from tensorizer.distributed import TensorizerWriter
+
+            writer = TensorizerWriter(uri, stream_options=options)
+            torch.distributed.checkpoint.save(state, storage_writer=writer)
+
+        def sharded(uri):
+            tensorizer.TensorDeserializer(f"{uri}/model.safetensors.index.json", stream_options=options)
+
+        def signed(uri):
+            arguments = {"public_key": tensorizer.SigningKey.generate().public_key, "stream_options": options}
+            tensorizer.TensorDeserializer(uri, signature=f"http://u:{WORD}@127.0.0.1:1/s?x={WORD}", **arguments)
+
+        doors = [
+            lambda uri: stream_io.open_stream(uri, **options),
+            lambda uri: tensorizer.TensorDeserializer(uri, stream_options=options),
+            lambda uri: tensorizer.load_file(f"{uri}/", stream_options=options),
+            *(save, save_beside_a_pickle, checkpoint, sharded, signed),
+        ]
+        for door in doors:
+            self.assert_ours_show_no_secret(lambda door=door: door("s3://b/k"))
+
+    def test_no_object_of_ours_in_a_traceback_shows_the_password_of_a_url_or_server(self, monkeypatch):
+        monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
+        for uri in (f"http://u:{WORD}@127.0.0.1:1/m?sig={WORD}", f"redis://:{WORD}@127.0.0.1:1/p"):
+            for door in (stream_io.open_stream, tensorizer.TensorDeserializer, tensorizer.load_file, tensorizer.verify):
+                self.assert_ours_show_no_secret(lambda door=door, uri=uri: door(uri))
+
+    def test_no_object_of_ours_in_a_traceback_shows_a_token_of_the_hub(self, monkeypatch, tmp_path):
+        pytest.importorskip("transformers")
+        hub = pytest.importorskip("huggingface_hub")
+        from tensorizer.integrations.huggingface import from_pretrained
+
+        monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        kwargs = {"use_auth_token": SECRET}
+        self.assert_ours_show_no_secret(lambda: from_pretrained(None, "org/none", token=SECRET, **kwargs))
+
+    def assert_ours_show_no_secret(self, call):
+        with pytest.raises(BaseException) as caught:  # as checkpoints raise
+            call()
+        error = caught.value
+        error = next(iter([failure[0] for failure in getattr(error, "failures", {}).values()] or [error]))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("tensorizer")]
+        assert ours
+        for frame in ours:
+            for name, value in frame.f_locals.items():
+                if type(value).__module__.startswith("tensorizer"):
+                    for secret in (SECRET, TOKEN, WORD, "X-Amz-Signature"):
+                        assert secret not in repr(value), (frame.f_code.co_name, name)
+        assert SECRET not in str(error)
+        assert WORD not in str(error)
 
     def test_endpoint_and_source_are_logged_once(self, caplog):
         caplog.set_level(logging.INFO, "tensorizer")

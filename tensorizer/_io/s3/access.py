@@ -24,7 +24,7 @@ from tensorizer._io.s3.client import (
 )
 from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
 from tensorizer._io.uri import split_uri
-from tensorizer._system.redaction import hidden, shown_uri
+from tensorizer._system.redaction import shown_uri
 
 logger = logging.getLogger("tensorizer.s3")
 
@@ -103,13 +103,16 @@ def _config_file(wanted: Optional[ConfigPath], default_paths: Sequence[str]) -> 
 
 
 class _Identity(NamedTuple):
-    """Whose credentials requests are signed with."""
+    """Whose credentials requests are signed with. Shows no keys."""
 
     keys: tuple[Optional[str], Optional[str]]  # (None, None): the AWS chain's, or nobody's
     source: str
     unsigned: bool = False
     from_chain: bool = False
     refreshes: bool = False  # the credentials change from time to time
+
+    def __repr__(self) -> str:
+        return f"_Identity({self.source!r}, keys redacted)"
 
     @property
     def has_keys(self) -> bool:
@@ -287,9 +290,9 @@ def _file_or_arguments(options: S3Options) -> Optional[ParsedCredentials]:
 
 def _identify(session: Any, options: S3Options, config: Optional[ParsedCredentials], anonymous: bool) -> _Identity:
     if config is not None:
-        keys = (config.s3_access_key, hidden(config.s3_secret_key))
+        keys = (config.s3_access_key, config.s3_secret_key)
     else:
-        keys = (options.access_key_id, hidden(options.secret_access_key))
+        keys = (options.access_key_id, options.secret_access_key)
     if keys == ("", ""):
         return _Identity(keys, "anonymous", unsigned=True)
     if config is not None and config.config_file is not None:

@@ -16,7 +16,7 @@ from tensorizer._io.options import HTTPOptions
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
-from tensorizer._system.redaction import hidden, without_secrets
+from tensorizer._system.redaction import without_secrets
 from tensorizer._version import __version__
 from tensorizer.errors import StreamError, StreamNotFoundError
 
@@ -288,8 +288,7 @@ def presign(client: Any, method: str, params: dict[str, Any], seconds: int) -> S
     events = getattr(client.meta, "events", None)
     if events is not None:
         events.register("before-sign.s3", _remember, unique_id="tensorizer-presign")
-    url = hidden(client.generate_presigned_url(method, Params=params, ExpiresIn=seconds))
-    assert url is not None
+    url: str = client.generate_presigned_url(method, Params=params, ExpiresIn=seconds)
     headers, _signing.headers = _signing.headers, {}
     return SignedRequest(url, {name: value for name, value in headers.items() if _is_sent(name, url)})
 

@@ -12,7 +12,6 @@ from urllib.parse import unquote_plus
 from tensorizer._io.options import HTTPOptions
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
-from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     from tensorizer._io.certificates import CAInfo
@@ -129,9 +128,7 @@ class S3Options:
             checks.integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
         if self.http_options is not None and not isinstance(self.http_options, HTTPOptions):
             raise TypeError(f"http_options: wanted HTTPOptions or None, found {type(self.http_options).__name__}")
-        object.__setattr__(self, "extra_args", _check_kinds(self.extra_args))
-        for name in ("secret_access_key", "session_token"):  # tools that record variables show these as <hidden>
-            object.__setattr__(self, name, hidden(getattr(self, name)))
+        object.__setattr__(self, "extra_args", _checked_kinds(self.extra_args))
 
     def extra(self, kind: str) -> Mapping[str, Any]:
         """The caller's own parameters of ``"get"`` or ``"put"`` requests."""
@@ -149,8 +146,8 @@ _OWN = frozenset({"Bucket", "Key", "Body", "UploadId", "PartNumber", "MultipartU
 _OWN_OF_GET = frozenset({"Range", "IfMatch", "IfUnmodifiedSince"})
 
 
-def _check_kinds(extra_args: Optional[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The argument with text in it that no ``repr`` shows: some of it is a key.
+def _checked_kinds(extra_args: Optional[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The argument as it is now.
 
     Raises:
         ValueError: Something else than ``get`` and ``put``.
@@ -163,10 +160,7 @@ def _check_kinds(extra_args: Optional[Mapping[str, Mapping[str, Any]]]) -> dict[
     unknown = sorted(map(str, extra_args.keys() - _METHODS.keys()))
     if unknown:
         raise ValueError(f"s3_extra_args: wanted 'get' and 'put', found {', '.join(unknown)}")
-    return {
-        kind: {name: hidden(value) if isinstance(value, str) else value for name, value in names.items()}
-        for kind, names in extra_args.items()
-    }
+    return {kind: dict(names) for kind, names in extra_args.items()}
 
 
 def check_names(client: Any, kind: str, given: Mapping[str, Any]) -> None:

@@ -60,6 +60,10 @@ class Folder(NamedTuple):
     remote: bool
     stream_options: Optional[Mapping[str, Any]] = None
 
+    def __repr__(self) -> str:
+        """Without the options, which may hold keys."""
+        return f"Folder({self.where!r})"
+
     @classmethod
     def at(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]] = None) -> Folder:
         """Of a path or URI.

@@ -47,8 +47,8 @@ class LoadOptions:
     subfolder: str = ""
     cache: bool = True
     local_files_only: bool = False
-    token: Any = None
-    stream_options: Optional[Mapping[str, Any]] = None
+    token: Any = dataclasses.field(default=None, repr=False)
+    stream_options: Optional[Mapping[str, Any]] = dataclasses.field(default=None, repr=False)  # may hold keys
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
     old_name_of_dtype: bool = False  # whether the caller wrote torch_dtype=
@@ -65,7 +65,7 @@ class LoadOptions:
     allow_pickle: bool = False
     allow_plaintext_temp: bool = False
     mmap: Optional[bool] = None
-    model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> LoadOptions:

@@ -43,6 +43,9 @@ class Weights(NamedTuple):
     folder: ModelFolder
     options: LoadOptions
 
+    def __repr__(self) -> str:
+        return f"Weights({self.label!r})"
+
     @property
     def label(self) -> str:
         """The file, without the secrets of its URI."""
