@@ -102,7 +102,7 @@ class CacheSourceTest : public testing::Test {
 
   std::string root;
   std::shared_ptr<CacheFolder> folder;
-  std::vector<std::byte> object = random_object(10 * kUnit + 1234);
+  std::vector<std::byte> object = random_object(10 * kUnit + 51234);
 };
 
 TEST_F(CacheSourceTest, ALoadOfTheWholeObjectMakesACopyThatTheNextOneReads) {
