@@ -2,8 +2,8 @@
 
 A *session* belongs to one call. The pickler asks it for a persistent id of each storage; the unpickler gives such ids
 back. The pair is also told apart from others: behind the pickle, where every unpickler has stopped reading, stand the
-sizes of the storages and a random number, and the same number stands in the eight reserved bytes of the sidecar's
-prologue, which every reader skips.
+name of the sidecar, the sizes of the storages and a random number, and the same number stands in the eight reserved
+bytes of the sidecar's prologue, which every reader skips.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import secrets
-import struct
 import types
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
-from tensorizer._io.uri import local_path
+from tensorizer import _pairs
+from tensorizer._pairs import PairNote, Target
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
@@ -29,74 +28,6 @@ from tensorizer.errors import FormatError
 _MARKER = "TensorizerPickler"
 _VERSION = 0
 _KIND = "storage"
-
-
-# --- the note behind the pickle ------------------------------------------------------------------------------------
-
-
-# sizes (u64 each), then: pair_id (u64), number of sizes (u64), magic; all little-endian
-_FOOTER = struct.Struct("<QQ8s")
-_FOOTER_MAGIC = b"TZRPAIR1"
-
-
-class PairNote(NamedTuple):
-    """What a ``.pt`` file knows about its sidecar."""
-
-    pair_id: int  # 0: the sidecar carries none
-    sizes: tuple[int, ...]  # bytes of each storage
-
-    def to_bytes(self) -> bytes:
-        sizes: bytes = struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
-        return sizes + _FOOTER.pack(self.pair_id, len(self.sizes), _FOOTER_MAGIC)
-
-    @classmethod
-    def behind_pickle(cls, data: memoryview) -> Optional[PairNote]:
-        """The note at the end of a pickled record; ``None`` where there is none (another writer)."""
-        footer_at = len(data) - _FOOTER.size
-        if footer_at < 1:
-            return None
-        pair_id, count, magic = _FOOTER.unpack_from(data, footer_at)
-        sizes_at = footer_at - 8 * count
-        if magic != _FOOTER_MAGIC or sizes_at < 1 or data[sizes_at - 1] != pickle.STOP[0]:
-            return None
-        return cls(pair_id, struct.unpack_from(f"<{count}Q", data, sizes_at))
-
-
-_SIDECAR_MAGIC = b"|TZR|"
-_RESERVED_AT, _RESERVED_NBYTES = 49, 8
-
-
-def _file_path(location: Any) -> Optional[str]:
-    path = local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
-    return path if path is not None and os.path.isfile(path) else None  # opening a pipe would wait for its writer
-
-
-def _stamp(location: Any, pair_id: int) -> bool:
-    """Put the number into a finished local sidecar. False where that is not possible: the pair is then not numbered."""
-    path = _file_path(location)
-    if path is None:
-        return False
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            if file.read(len(_SIDECAR_MAGIC)) != _SIDECAR_MAGIC:
-                return False
-            file.seek(_RESERVED_AT)
-            return file.write(pair_id.to_bytes(_RESERVED_NBYTES, "little")) == _RESERVED_NBYTES
-    except OSError:
-        return False
-
-
-def _stamp_of(location: Any) -> int:
-    """The number in a local sidecar; 0 where there is none or it cannot be seen from here."""
-    path = _file_path(location)
-    if path is None:
-        return 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(_RESERVED_AT)
-            return int.from_bytes(file.read(_RESERVED_NBYTES), "little")
-    except OSError:
-        return 0  # opening it for its tensors says what is wrong
 
 
 # --- saving --------------------------------------------------------------------------------------------------------
@@ -154,11 +85,23 @@ def has_tensor_data(obj: Any) -> bool:
 class SaveSession:
     """One ``torch.save``: collects the storages it meets and writes them once the pickle is complete."""
 
-    def __init__(self, location: Any, save: Callable[..., Any], kwargs: dict[str, Any], target: Any) -> None:
+    def __init__(
+        self,
+        location: Any,
+        save: Callable[..., Any],
+        kwargs: dict[str, Any],
+        target: Target,
+        *,
+        is_default: bool = False,
+        is_fixed: bool = False,
+    ) -> None:
         self.before_writing: Callable[[], None] = lambda: None  # may raise
         self.storages: list[torch.Tensor] = []  # also keeps them alive, so that an address stays one storage's own
         self._indices: dict[tuple[str, int, int], int] = {}
         self._location, self._save, self._kwargs, self._target = location, save, kwargs, target
+        self._is_default, self._is_fixed = is_default, is_fixed
+        self._path = _pairs.path_of(location)
+        self._pair_id = _pairs.new_pair_id() if self._path is not None and save is default_save else 0
 
     def persistent_id(self, obj: Any) -> Optional[tuple[Any, ...]]:
         """The id of a storage with data; ``None`` leaves the object to torch."""
@@ -182,15 +125,32 @@ class SaveSession:
             return
         sizes = tuple(tensor.numel() for tensor in self.storages)
         self.before_writing()
+        if self._path is not None and self._pair_id:
+            self._spare_older(self._path)
         self._save(self._location, self.storages, self._kwargs)
+        is_stamped = bool(self._pair_id) and _pairs.stamp(self._location, self._pair_id)
         # In torch's zip format the pickle is a record of its own, built in memory; in the older one other pickles
         # follow in the same file, and nothing may stand between.
-        if isinstance(pickle_file, io.BytesIO) and pickle_file is not self._target:
-            pair_id = 0
-            if self._save is default_save:
-                pair_id = secrets.randbits(64) | 1
-                pair_id = pair_id if _stamp(self._location, pair_id) else 0
-            pickle_file.write(PairNote(pair_id, sizes).to_bytes())
+        if isinstance(pickle_file, io.BytesIO) and pickle_file is not self._target.f:
+            pickle_file.write(PairNote(self._pair_id if is_stamped else 0, sizes, self._name).to_bytes())
+
+    def _spare_older(self, path: str) -> None:
+        """Keeps the sidecar that has the place so far, if another object needs it."""
+        if not self._is_fixed:
+            _pairs.keep_if_needed(path, self._target, is_default=self._is_default)
+        elif self._target.names(_pairs.stamp_of(path)):
+            raise ValueError(
+                f"{path} has the tensors of an object that is in {self._target.path} already, which would be lost: "
+                "give tensorizer_saving a function that names a location for each object, or a list"
+            )
+
+    def facts(self, obj: Any) -> Any:
+        """What torch's older format stores in front of the object, with the note; anything else as it is."""
+        return PairNote(self._pair_id, None, self._name).in_facts(obj) if _pairs.is_facts(obj) else obj
+
+    @property
+    def _name(self) -> str:
+        return "" if self._path is None else os.path.basename(self._path)
 
 
 def _asked_first(ours: Callable[[Any], Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +184,10 @@ def pickle_for_saving(session: SaveSession) -> Any:
             super().dump(obj)
             session.finish(self._pickle_file)
 
-    return _ModuleForSaving(**{**vars(pickle), "Pickler": Pickler})
+    def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        pickle.dump(session.facts(obj), file, *args, **kwargs)
+
+    return _ModuleForSaving(**{**vars(pickle), "Pickler": Pickler, "dump": dump})
 
 
 class _ModuleForSaving(types.SimpleNamespace):
@@ -286,10 +249,19 @@ class LoadSession:
     """One ``torch.load``: loads the sidecar at the first reference to it and hands out its storages."""
 
     def __init__(
-        self, location: Any, load: Callable[[Any, dict[str, Any]], Any], kwargs: dict[str, Any], map_location: Any
+        self,
+        location: Any,
+        load: Callable[[Any, dict[str, Any]], Any],
+        kwargs: dict[str, Any],
+        map_location: Any,
+        target: Target,
+        *,
+        is_default: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self.note: Optional[PairNote] = None  # the unpickler's to fill in
         self._location, self._load, self._kwargs, self._map_location = location, load, kwargs, map_location
+        self._target, self._is_default, self._is_fixed = target, is_default, is_fixed
         self._storages: Optional[list[torch.UntypedStorage]] = None
         self._sizes: list[int] = []  # of the storages, as they were handed out
 
@@ -329,11 +301,16 @@ class LoadSession:
         return FormatError(f"{shown_location(self._location)} does not belong to this file: {problem}")
 
     def _load_storages(self) -> list[torch.UntypedStorage]:
+        if not self._is_fixed:
+            self._location = _pairs.find(self._location, self.note, self._target)
         if self._load is not default_load:
             tensors: Iterable[torch.Tensor] = self._load(self._location, self._kwargs)
             storages = [tensor.untyped_storage() for tensor in tensors]
             self._check_sizes(storages, exact=False)
             return storages
+        path = _pairs.path_of(self._location)
+        if self._is_default and path is not None and not os.path.lexists(path):
+            raise _pairs.missing(path, self.note, self._target)
         self._check_stamp()
         kwargs = self._kwargs
         move: Optional[Callable[[Any, str], Any]] = None
@@ -346,14 +323,15 @@ class LoadSession:
 
     def _check_stamp(self) -> None:
         wanted = self.note.pair_id if self.note else 0
-        found = _stamp_of(self._location) if wanted else 0
+        found = _pairs.stamp_of(self._location) if wanted else 0
         if found not in (0, wanted):
             raise self._mismatch(
-                f"it was written with another one (pair number {wanted:016x} wanted, {found:016x} found)"
+                f"it was written with another one (pair number {wanted:016x} wanted, {found:016x} found); "
+                f"{_pairs.PATTERNS}"
             )
 
     def _check_sizes(self, storages: list[torch.UntypedStorage], exact: bool) -> None:
-        if self.note is None:
+        if self.note is None or self.note.sizes is None:
             return
         wanted, found = self.note.sizes, [storage.nbytes() for storage in storages]
         problem = None
@@ -389,6 +367,13 @@ def _take_note(session: Optional[LoadSession], file: Any) -> None:
         session.note = PairNote.behind_pickle(file.getbuffer())
 
 
+def _with_note_taken(session: Optional[LoadSession], obj: Any) -> Any:
+    """What was unpickled. In torch's older format the note is in one of the first pickles."""
+    if session is not None and session.note is None:
+        session.note = PairNote.from_facts(obj)
+    return obj
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, **kwargs: Any) -> None:
         super().__init__(file, **kwargs)
@@ -398,9 +383,16 @@ class _Unpickler(pickle.Unpickler):
     def __setattr__(self, name: str, value: Any) -> None:  # torch sets persistent_load on the object
         super().__setattr__(name, _session_first(self._session, value) if name == "persistent_load" else value)
 
+    def load(self) -> Any:
+        return _with_note_taken(self._session, super().load())
+
+
+def _load_one(file: Any, **kwargs: Any) -> Any:
+    return _Unpickler(file, **kwargs).load()
+
 
 #: A ``pickle_module`` for ``torch.load`` whose unpickler asks the current session first.
-PICKLE_FOR_LOADING: Any = types.SimpleNamespace(**{**vars(pickle), "Unpickler": _Unpickler})
+PICKLE_FOR_LOADING: Any = types.SimpleNamespace(**{**vars(pickle), "Unpickler": _Unpickler, "load": _load_one})
 
 
 class _StorageWord(str):
@@ -428,6 +420,9 @@ class SafeUnpickler(torch._weights_only_unpickler.Unpickler):
         super().__init__(file, **kwargs)
         self._session = current_load.get()
         _take_note(self._session, file)
+
+    def load(self) -> Any:
+        return _with_note_taken(self._session, super().load())  # type: ignore[no-untyped-call]
 
     @property
     def persistent_load(self) -> Any:

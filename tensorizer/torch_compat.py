@@ -21,7 +21,9 @@ from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._io.uri import check_is_path
+from tensorizer import _pairs
+from tensorizer._io.uri import check_is_path, identity_of
+from tensorizer._pairs import Target
 from tensorizer._sidecar import (
     PICKLE_FOR_LOADING,
     LoadSession,
@@ -36,6 +38,7 @@ from tensorizer._sidecar import (
 )
 from tensorizer._system.config import env_text
 from tensorizer._system.patches import Activity, Block, CountedPatch, in_this_task
+from tensorizer._system.redaction import shown_location
 
 __all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 
@@ -112,6 +115,7 @@ class _Locations:
         if isinstance(spec, (list, tuple)):
             self._many, self._count = iter(spec), len(spec)
         self._one = spec
+        self._places: set[object] = set()
         self.is_used = False
 
     def next_location(self, f: Any, check_plain: Callable[[str], None] = lambda why: None) -> Optional[_Location]:
@@ -142,10 +146,27 @@ class _Locations:
             return location
         return spec  # type: ignore[no-any-return]
 
+    @property
+    def kind(self) -> dict[str, bool]:
+        """Whether locations derive from names of files, and whether one location is given for all."""
+        is_fixed = self._many is None and self._one is not None and (not callable(self._one) or _is_stream(self._one))
+        return {"is_default": self._one is None, "is_fixed": is_fixed}
+
+    def refuse_second_object(self, target: Target, location: _Location) -> None:
+        """One place holds the tensors of one object of a file, where no pair numbers tell the objects apart."""
+        if _is_stream(location) or not target.is_open:
+            return
+        place = (target.path or id(target.f), identity_of(location))
+        if place in self._places and target.is_appended_to():
+            raise ValueError(
+                f"{shown_location(location)} already holds the tensors of an earlier object in the same open file, "
+                "which would be lost: give tensorizer_saving a list of locations, or use a file for each torch.save"
+            )
+        self._places.add(place)
+
     def refuse_second_use(self) -> None:
         """One fixed place holds the tensors of one torch.save."""
-        fixed = self._many is None and self._one is not None and (not callable(self._one) or _is_stream(self._one))
-        if fixed and self.is_used:
+        if self.kind["is_fixed"] and self.is_used:
             raise ValueError(
                 "the fixed location given to tensorizer_saving already holds the tensors of an earlier torch.save in "
                 "this block, which would be lost: give a function that names a location for each file, or a list"
@@ -222,7 +243,10 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
     location = context.locations.next_location(f, lambda why: _check_plain(obj, f, why))
     if location is None:
         return _torch_save(obj, f, pickle, *args, **kwargs)
-    session = SaveSession(location, save, context.kwargs, f)
+    target = Target.of(f)
+    if save is not default_save or _pairs.path_of(location) is None or target.path is None:
+        context.locations.refuse_second_object(target, location)
+    session = SaveSession(location, save, context.kwargs, target, **context.locations.kind)
     if context.function is None:  # objects may save others while they are pickled
         session.before_writing = context.locations.refuse_second_use
     _torch_save(obj, f, pickle_for_saving(session), *args, **kwargs)
@@ -264,7 +288,10 @@ def _load_wrapper(
     _require_standard_pickle(pickle_module)
     location = context.locations.next_location(f)
     load = default_load if context.function is None else context.function
-    session = None if location is None else LoadSession(location, load, context.kwargs, map_location)
+    session = None
+    if location is not None:
+        kind = context.locations.kind
+        session = LoadSession(location, load, context.kwargs, map_location, Target.of(f), **kind)
     token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
     try:
         if session is None:

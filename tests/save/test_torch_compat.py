@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import inspect
@@ -11,6 +12,7 @@ import itertools
 import logging
 import os
 import pickle
+import shutil
 import threading
 import weakref
 import zipfile
@@ -22,7 +24,8 @@ import samples
 import torch
 
 import tensorizer
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, torch_compat
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, _pairs, torch_compat
+from tensorizer._pairs import Target
 from tensorizer._sidecar import SaveSession, pickle_for_saving
 from tensorizer.errors import FormatError
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
@@ -256,7 +259,7 @@ def test_what_torch_loads_without_the_block_it_loads_within_and_what_it_refuses_
 def test_picklers_on_which_torch_sets_its_hook_are_served_too(tmp_path):
     """Before 2.4 torch assigns persistent_id to the pickler; later releases define it in a subclass."""
     written, tensor = [], torch.arange(3)
-    session = SaveSession(tmp_path / "x", lambda place, tensors, kwargs: written.extend(tensors), {}, None)
+    session = SaveSession(tmp_path / "x", lambda place, tensors, kwargs: written.extend(tensors), {}, Target.of(None))
     pickled = io.BytesIO()
     pickler = pickle_for_saving(session).Pickler(pickled, protocol=2)
     pickler.persistent_id = lambda obj: ("theirs",) if isinstance(obj, Fleeting) else None
@@ -819,6 +822,196 @@ def test_plain_torch_refuses_such_a_file(pt):
         torch.load(pt, weights_only=True)
     with pytest.raises(AssertionError):
         torch.load(pt, weights_only=False)
+
+
+# --- a pair whose files are renamed, copied, moved or deleted ------------------------------------------------------
+
+
+def full(number: float) -> dict:
+    return {"w": torch.full((50,), float(number)), "number": number}
+
+
+def assert_full(f, number: float, **kwargs) -> None:
+    for weights_only in (True, False):
+        loaded = load(f, load_kwargs={"weights_only": weights_only}, **kwargs)
+        assert loaded["number"] == number
+        assert loaded["w"].unique().tolist() == [number]
+
+
+def weights_of(f) -> str:
+    return os.fspath(f if isinstance(f, os.PathLike) else f.name) + ".weights"
+
+
+FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older format"])
+
+
+def save_full(number: float, f, zipped: bool, *args, **kwargs) -> None:
+    with tensorizer_saving(*args, **kwargs):
+        torch.save(full(number), f, _use_new_zipfile_serialization=zipped)
+
+
+@FORMATS
+@pytest.mark.parametrize("is_open", [False, True], ids=["path", "open file"])
+@pytest.mark.parametrize("location", [None, lambda f: weights_of(f)], ids=["default", "function"])
+def test_checkpoints_that_are_renamed_after_each_save_keep_their_tensors(tmp_path, zipped, is_open, location):
+    temporary = tmp_path / "ckpt.tmp"
+    for step in range(4):
+        if is_open:
+            with temporary.open("wb") as file:
+                save_full(step, file, zipped, location)
+        else:
+            save_full(step, temporary, zipped, location)
+        temporary.replace(tmp_path / f"step{step}.pt")
+    for step in range(4):
+        assert_full(tmp_path / f"step{step}.pt", step)
+        assert_full(tmp_path / f"step{step}.pt", step, file_obj=location)
+        with (tmp_path / f"step{step}.pt").open("rb") as file:
+            assert load(file)["number"] == step
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+@FORMATS
+def test_a_copy_keeps_its_tensors_while_the_original_is_saved_again(tmp_path, zipped):
+    for step in range(6):
+        save_full(step, tmp_path / "last.pt", zipped)
+        if step == 3:
+            shutil.copy2(tmp_path / "last.pt", tmp_path / "best.pt")
+    assert_full(tmp_path / "best.pt", 3)
+    assert_full(tmp_path / "last.pt", 5)
+    # Others are replaced as ever.
+    assert sorted(file.name for file in tmp_path.iterdir() if file.suffix == ".pt") == ["best.pt", "last.pt"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_pair_that_was_copied_again_is_found_by_its_number(tmp_path):
+    save(full(1), tmp_path / "last.pt")
+    shutil.copy(tmp_path / "last.pt", tmp_path / "best.pt")
+    shutil.copy(tmp_path / "last.pt.tensors", tmp_path / "best.pt.tensors")
+    save(full(2), tmp_path / "last.pt")
+    (tmp_path / "best.pt").replace(tmp_path / "final.pt")
+    assert_full(tmp_path / "final.pt", 1)
+    assert_full(tmp_path / "last.pt", 2)
+
+
+@FORMATS
+def test_a_pair_that_is_moved_to_another_folder_loads_there_under_any_name(tmp_path, zipped):
+    (tmp_path / "there").mkdir()
+    save_full(1, tmp_path / "a.pt", zipped)
+    shutil.move(tmp_path / "a.pt", tmp_path / "there" / "b.pt")
+    shutil.move(tmp_path / "a.pt.tensors", tmp_path / "there" / "a.pt.tensors")
+    assert_full(tmp_path / "there" / "b.pt", 1)
+
+
+def test_tensors_of_a_file_that_was_moved_away_stay_until_it_comes_back(tmp_path):
+    (tmp_path / "there").mkdir()
+    for step in (1, 2):
+        save(full(step), tmp_path / "ckpt.tmp")
+        (tmp_path / "ckpt.tmp").replace(tmp_path / "there" / f"{step}.pt")
+    for step in (1, 2):
+        with pytest.raises(FileNotFoundError, match=r"saved as 'ckpt\.tmp\.tensors', is not beside it") as caught:
+            load(tmp_path / "there" / f"{step}.pt")
+        for word in ("renamed", "copied", "moved to another folder", "rotation", f"{step}.pt.tensors"):
+            assert word in str(caught.value)
+    for path in tmp_path.glob("*.tensors"):
+        path.replace(tmp_path / "there" / path.name)
+    for step in (1, 2):
+        assert_full(tmp_path / "there" / f"{step}.pt", step)
+
+
+@FORMATS
+def test_a_copy_never_loads_tensors_of_another_save(tmp_path, zipped):
+    (tmp_path / "there").mkdir()
+    save_full(1, tmp_path / "last.pt", zipped)
+    shutil.copy(tmp_path / "last.pt", tmp_path / "there" / "last.pt")
+    save_full(2, tmp_path / "last.pt", zipped)
+    shutil.copy(tmp_path / "last.pt.tensors", tmp_path / "there")
+    with pytest.raises(
+        FormatError, match=r"last\.pt\.tensors does not belong to this file: it was written with"
+    ) as caught:
+        load(tmp_path / "there" / "last.pt")
+    assert "renamed, copied or moved to another folder" in str(caught.value)
+
+
+def test_a_sidecar_of_an_earlier_release_is_found_for_a_copy(tmp_path):
+    """Whose note has no name."""
+    save(full(1), tmp_path / "last.pt")
+
+    def without_name(data):
+        at = data.rindex(b"TZRNAME.")
+        nbytes = int.from_bytes(data[at - 4 : at], "little")
+        return data[: at - 4 - nbytes] + data[at + 8 :]
+
+    rewrite(tmp_path / "last.pt", without_name)
+    assert_full(tmp_path / "last.pt", 1)
+    shutil.copy(tmp_path / "last.pt", tmp_path / "best.pt")
+    save(full(2), tmp_path / "last.pt")
+    assert_full(tmp_path / "best.pt", 1)
+
+
+def test_a_name_in_a_file_does_not_lead_to_another_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save(full(1), folder / "last.pt")
+    (folder / "last.pt.tensors").replace(tmp_path / "st.pt.tensors")
+
+    rewrite(folder / "last.pt", lambda data: data.replace(b"last.pt.tensors", b"../st.pt.tensors"[:15]))
+    with pytest.raises(FileNotFoundError):
+        load(folder / "last.pt")
+
+
+def test_large_files_beside_it_are_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(_pairs, "_LOOKED_THROUGH_NBYTES", 100)
+    save(full(1), tmp_path / "last.pt")
+    shutil.copy(tmp_path / "last.pt", tmp_path / "best.pt")
+    torch.save(full(9), tmp_path / "plain.pt")
+    (tmp_path / "broken.pt").write_bytes(b"PK\x03\x04" + bytes(200))
+    save(full(2), tmp_path / "last.pt")
+    assert_full(tmp_path / "best.pt", 1)
+
+
+def test_long_names_are_cut_where_a_sidecar_gets_another_one(tmp_path):
+    name = "ü" * 110 + ".pt"
+    for step in (1, 2):
+        save(full(step), tmp_path / name)
+        (tmp_path / name).replace(tmp_path / f"{step}.pt")
+    for step in (1, 2):
+        assert_full(tmp_path / f"{step}.pt", step)
+
+
+# --- several objects in one file -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("location", [None, lambda f: weights_of(f)], ids=["default", "function"])
+@pytest.mark.parametrize("mode", ["one open file", "append mode"])
+def test_objects_that_are_appended_to_one_file_keep_their_tensors(tmp_path, mode, location):
+    path = tmp_path / "many.pt"
+    with contextlib.ExitStack() as stack:
+        once = stack.enter_context(path.open("wb")) if mode == "one open file" else None
+        for number in range(3):
+            with contextlib.nullcontext(once) if once else path.open("ab") as file:
+                save_full(number, file, False, location)
+    for weights_only, place in itertools.product((True, False), (None, location)):
+        with path.open("rb") as file, tensorizer_loading(place, device="cpu"):
+            found = [torch.load(file, weights_only=weights_only)["w"][0].item() for _ in range(3)]
+        assert found == [0, 1, 2]
+
+
+def test_objects_in_one_file_whose_tensors_could_not_be_told_apart_are_refused(tmp_path):
+    path = tmp_path / "many.pt"
+    with path.open("wb") as file:
+        save_full(1, file, False, tmp_path / "fixed")
+        with pytest.raises(ValueError, match=r"has the tensors of an object that is in .*many\.pt already"):
+            save_full(2, file, False, tmp_path / "fixed")
+    assert_full(path, 1, file_obj=tmp_path / "fixed")
+    for target in (path.open("wb"), io.BytesIO()):
+        with target, tensorizer_saving(lambda f: tmp_path / "place", save_func=lambda *_: None):
+            torch.save(ONES, target, _use_new_zipfile_serialization=False)
+            with pytest.raises(
+                ValueError, match="already holds the tensors of an earlier object in the same open file"
+            ):
+                torch.save(ONES, target, _use_new_zipfile_serialization=False)
+            target.seek(0)
+            torch.save(ONES, target)  # in place of the first
 
 
 # --- scope ---------------------------------------------------------------------------------------------------------
