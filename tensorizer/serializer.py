@@ -42,6 +42,7 @@ from tensorizer._save.session import (
     write_tensors,
 )
 from tensorizer._system.checks import thread_limit
+from tensorizer._system.redaction import shown_location
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -61,7 +62,7 @@ class TensorSerializer:
       :meth:`close`. The serializer writes a file without a name and names it at the end of the first successful call;
       until then an existing file is untouched. If a later call fails, the last complete content stays readable. The
       same holds for an open file object, which is changed in place.
-    - A URI of a store (``s3://…``): when :meth:`close` returns or you leave the ``with`` block. A
+    - A URI of a store (``s3://…``, ``gs://…``): when :meth:`close` returns or you leave the ``with`` block. A
       failure, an exception in the block, or a serializer that is never closed stores nothing; the latter gives a
       ``ResourceWarning`` and a line in the log.
     - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when you close the stream after a
@@ -165,7 +166,7 @@ class TensorSerializer:
             metadata=list(texts.items()),
             signer=signer,
         )
-        self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
+        self._unclosed = tell_if_unclosed(self, shown_location(file_obj)) if opened.appears_on_close else None
         self._lock, self._lock_owner = threading.RLock(), os.getpid()  # see _turn
         self._writing = self._close_is_due = False
         self._closed = False
@@ -246,7 +247,7 @@ class TensorSerializer:
             except Exception:
                 pass
             try:  # noqa: SIM105
-                self._opened.close()
+                (self._opened.forget or self._opened.close)()
             except Exception:
                 pass
 
@@ -375,6 +376,10 @@ class TensorSerializer:
                 if self._close_is_due:
                     self.close()
 
+    def _note_whole(self, is_whole: bool) -> None:
+        if self._opened.note_whole is not None:
+            self._opened.note_whole(is_whole)
+
     def _write_alone(
         self,
         records: Sequence[Record],
@@ -408,6 +413,7 @@ class TensorSerializer:
                 self._session.set_metadata(extra_state.KEY, extra_state.to_text(extra))
             self._session.begin_call([record.begin() for record in written], growing, ties)
             begun = True
+            self._note_whole(False)
             with progress_reporter(self._progress, total, "saving") as report:
                 for batch in batches_to_copy(written, frees=bool(home_of)):
                     write_tensors(self._session, [record.source for record in batch], report)
@@ -418,6 +424,7 @@ class TensorSerializer:
                         remove()
             self._session.finish_call()
             remove()
+            self._note_whole(True)
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored

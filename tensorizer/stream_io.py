@@ -167,7 +167,9 @@ def open_stream(
             uses the environment variable ``TENSORIZER_CACHE``, ``False`` no cache (docs/node-cache.md).
 
     Returns:
-        A binary stream and context manager.
+        A binary stream and context manager. What you write to a remote stream is stored when you close it. If you never
+        do, it is stored when it is collected, with a ``ResourceWarning`` and a line in the log, because nobody can tell
+        then whether it is whole: only ``with`` and ``close()`` protect an object from half of its content.
 
     Raises:
         ValueError: The mode does not fit, the range is empty or negative, no installed package knows the scheme, or a

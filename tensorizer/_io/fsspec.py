@@ -14,10 +14,10 @@ import io
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
-from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.upload_on_close import Forgettable, UploadOnClose
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
@@ -259,7 +259,7 @@ class FsspecReader(WindowedReader):
         super().close()
 
 
-class FsspecWriter(io.BufferedIOBase):
+class FsspecWriter(Forgettable, io.BufferedIOBase):
     """A file of an fsspec file system, written straight on.
 
     Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
@@ -272,12 +272,14 @@ class FsspecWriter(io.BufferedIOBase):
         self._fs, self._path, self._append, self.name = fs, path, append, shown_uri(uri)
         self._mode = "ab" if append else "wb"
         self._beside: Optional[str] = None  # the name until close()
+        self._written = False
         try:
             with _network_errors(self.name):
                 self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
         except BaseException:
             super().close()  # nothing is open that the interpreter would have to close
             raise
+        self._begin(self.name)
 
     def _open_beside(self) -> Any:
         beside = f"{self._path}.{secrets.token_hex(4)}.part"
@@ -304,17 +306,20 @@ class FsspecWriter(io.BufferedIOBase):
 
     def write(self, data: Any, /) -> int:
         """Writes all of ``data``; returns its size in bytes."""
-        with memoryview(data) as view:
-            nbytes = view.nbytes
         if self.closed:
             raise ValueError(f"write to closed file {self.name}")
-        try:
-            with _network_errors(self.name):
-                self._file.write(data)
-        except BaseException:
-            self.discard()
-            raise
+        with self._whole_or_nothing(), _network_errors(self.name):
+            with memoryview(data) as view:
+                nbytes = view.nbytes
+            self._file.write(data)
+        self._written = True
         return nbytes
+
+    def writelines(self, lines: Iterable[Any], /) -> None:
+        """Writes one after the other."""
+        with self._whole_or_nothing():
+            for line in lines:
+                self.write(line)
 
     def tell(self) -> int:
         return int(self._file.tell())
@@ -337,17 +342,31 @@ class FsspecWriter(io.BufferedIOBase):
         except BaseException:
             self.discard()
             raise
+        self._end_life()
         super().close()
 
     def discard(self) -> None:
         """Closes without completing the file."""
         if self.closed:
             return
+        self._end_life()
         _abandon(self._file)
         unfinished = self._path if self._beside is None and not self._append else self._beside
         if unfinished is not None and not _is_upload(self._file):
             with contextlib.suppress(Exception):
                 self._fs.rm_file(unfinished)
+        super().close()
+
+    def _holds_content(self) -> bool:
+        return self._written
+
+    def _complete(self, with_threads: bool) -> None:
+        self.close()
+
+    def _let_go(self) -> None:
+        self._end_life()
+        if _is_upload(self._file):
+            self._file.closed = True
         super().close()
 
 

@@ -35,6 +35,8 @@ class OpenedSink(NamedTuple):
     discard: Callable[[], None] = nothing  # in place of close() after a failure
     appears_on_close: bool = False  # no complete call shows before close()
     is_lent: bool = False  # the stream ends the sink, if nobody else does
+    forget: Optional[Callable[[], None]] = None  # in place of close() where nobody closes
+    note_whole: Optional[Callable[[bool], None]] = None  # told when a call begins to write, and when it has written all
 
 
 def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
@@ -62,7 +64,10 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
 
     stream: Any = stream_io.open_stream(file_obj, "wb+", **(stream_options or {}))
     sink = stream.detach_sink() if isinstance(stream, UploadOnClose) else None
-    return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
+    if sink is not None:
+        return OpenedSink(sink, 0, appears_on_close=True)
+    opened = _open_object(stream)
+    return opened._replace(appears_on_close=True, forget=opened.discard)
 
 
 class FileAccess(NamedTuple):
@@ -190,8 +195,9 @@ def _open_descriptor(descriptor: int) -> OpenedSink:
 def _open_object(file_obj: Any) -> OpenedSink:
     _check_object(file_obj)
     close = discard = file_obj.close
+    forget: Optional[Callable[[], None]] = None
     if isinstance(file_obj, UploadOnClose):
-        discard = file_obj.discard
+        discard, forget = file_obj.discard, nothing  # a stream that is forgotten says so
         sink = file_obj.take_over()
         if sink is not None:
             return OpenedSink(sink, 0, file_obj, close, discard, is_lent=True)
@@ -201,7 +207,9 @@ def _open_object(file_obj: Any) -> OpenedSink:
     _refuse_append(descriptor)
     file_obj.flush()
     start = file_obj.tell()
-    return OpenedSink(_C.FileSink.overwrite(descriptor, describe(file_obj)), start, file_obj, close, discard)
+    overwritten = _C.FileSink.overwrite(descriptor, describe(file_obj))
+    note_whole = file_obj.note_whole if isinstance(file_obj, UploadOnClose) else None
+    return OpenedSink(overwritten, start, file_obj, close, discard, forget=forget, note_whole=note_whole)
 
 
 def _refuse_append(descriptor: int) -> None:

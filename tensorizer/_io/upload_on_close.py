@@ -18,16 +18,108 @@ from tensorizer import _C  # first: it gives unfinished uploads up at exit, afte
 
 logger = logging.getLogger("tensorizer.stream_io")
 
-_open_files: weakref.WeakSet[UploadOnClose] = weakref.WeakSet()
+_open_files: weakref.WeakSet[Forgettable] = weakref.WeakSet()
 
 
-class UploadOnClose:
+class Forgettable:
+    """What streams do that store nothing before they are closed, when nobody closes them.
+
+    A stream that is forgotten is completed when it is collected, or when the interpreter ends: ``torch.save(x,
+    open_stream(...))`` closes nothing. Nobody can tell then whether the content is whole, so this is said aloud.
+    Nothing is stored while an exception is handled that came up since the stream was opened, and where one ended the
+    program.
+    """
+
+    _target: str  # what messages call the destination
+    _is_ended = True
+
+    def _begin(self, target: str) -> None:
+        self._target = target
+        self._owner = os.getpid()
+        self._handled_at_opening = id(sys.exc_info()[1])
+        self._is_ended = False
+        _open_files.add(self)
+
+    def _end_life(self) -> None:
+        """To be called where the stream ends: nothing is done any more for somebody who forgets it."""
+        self._is_ended = True
+        _open_files.discard(self)
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """Gives the content up where the block fails: half of it must not be stored, even if the caller goes on."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_ended:
+                logger.warning("%s: nothing will be stored, as %s ended a write", self._target, type(error).__name__)
+                self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Closes without storing anything."""
+        raise NotImplementedError
+
+    def _holds_content(self) -> bool:
+        """Whether anybody wrote."""
+        raise NotImplementedError
+
+    def _complete(self, with_threads: bool) -> None:
+        """Stores the content and closes the stream."""
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """Ends the copy that a fork made: file and upload are the parent's."""
+        raise NotImplementedError
+
+    def _finish_forgotten(self, error: Optional[BaseException], with_threads: bool) -> None:
+        """Ends the stream for a caller who did not; a failure since its opening discards it."""
+        if self._owner != os.getpid():
+            self._let_go()
+            return
+        if error is not None and id(error) != self._handled_at_opening:
+            logger.warning("%s: nothing was stored, as %s ended the writing", self._target, type(error).__name__)
+            self.discard()
+            return
+        if not self._holds_content():
+            self.discard()
+            return
+        try:
+            self._complete(with_threads)
+        except Exception as failure:
+            logger.warning(
+                "%s: nothing was stored: the stream was not closed, and its upload failed when it was collected (%s)",
+                self._target,
+                type(failure).__name__,
+            )
+            raise
+        told = (
+            f"{self._target}: the stream was not closed; what had been written was stored when it was collected. If "
+            "its writer failed, the content is not whole: call close(), or use a with block"
+        )
+        logger.warning("%s", told)
+        warnings.warn(told, ResourceWarning, stacklevel=2, source=self)
+
+    def __del__(self) -> None:
+        if not self._is_ended:
+            self._finish_forgotten(sys.exc_info()[1], with_threads=True)
+
+
+@atexit.register
+def _finish_open_files() -> None:
+    # What an interactive session remembers is an error of any time before.
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    for file in list(_open_files):
+        with contextlib.suppress(Exception):  # it was logged; others are next
+            file._finish_forgotten(error, with_threads=False)  # the interpreter starts no threads any more
+
+
+class UploadOnClose(Forgettable):
     """A temporary file, readable, writable and seekable, with a real descriptor, uploaded by :meth:`close`.
 
     The file is made when something is first asked of it, and deleted in every case. One that was never written to is
-    not uploaded. Leaving a ``with`` block closes the stream, or discards it where an exception ends the block. A stream
-    that is forgotten is closed when it is collected, or when the interpreter ends, unless an exception is on its way
-    that came up since the stream was opened. A write that fails discards the stream.
+    not uploaded. Leaving a ``with`` block closes the stream, or discards it where an exception ends the block. A write
+    that fails discards the stream.
 
     A serializer takes a stream over that nothing was written to, and writes to a sink in place of the file. Closing the
     stream then completes what the sink holds, if a write call succeeded; nothing else can be done with it.
@@ -46,15 +138,13 @@ class UploadOnClose:
     ) -> None:
         self._closed = False
         self._upload = upload
-        self._target = target
         self._open_sink = open_sink
         self._sink: Optional[_C.MultipartSink] = None
         self._file: Optional[BinaryIO] = None
         self._name: Optional[str] = None
         self._written = False
-        self._owner = os.getpid()
-        self._handled_at_opening = id(sys.exc_info()[1])
-        _open_files.add(self)
+        self._is_whole = True
+        self._begin(target)
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
@@ -112,14 +202,16 @@ class UploadOnClose:
 
     def writelines(self, lines: Iterable[Any], /) -> None:
         """Writes one after the other."""
-        for line in lines:
-            self.write(line)
+        with self._whole_or_nothing():
+            for line in lines:
+                self.write(line)
 
     def truncate(self, size: Optional[int] = None, /) -> int:
         """Changes the size of the file; returns it."""
         with self._whole_or_nothing():
             size = self.file.truncate(size)
         self._written = True
+        self._is_whole = self._is_whole or size == 0
         return size
 
     def flush(self) -> None:
@@ -134,17 +226,6 @@ class UploadOnClose:
         return self._sink is None and (self._is_new() or self.file.readable())
 
     writable = seekable = readable  # as files of mode wb+ answer
-
-    @contextlib.contextmanager
-    def _whole_or_nothing(self) -> Iterator[None]:
-        """Gives the content up where the block fails: half of it must not be stored, even if the caller goes on."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._closed:
-                logger.warning("%s: nothing will be stored, as %s ended a write", self._target, type(error).__name__)
-                self.discard()
-            raise
 
     def _is_new(self) -> bool:
         """Whether nobody has asked for anything yet."""
@@ -188,7 +269,7 @@ class UploadOnClose:
             Exception: What the upload raises; the content is gone then.
         """
         if self._owner == os.getpid():
-            self._finish(with_threads=True)
+            self._complete(with_threads=True)
         else:
             self._let_go()
 
@@ -204,7 +285,18 @@ class UploadOnClose:
         finally:
             self._remove_file()
 
-    def _finish(self, with_threads: bool) -> None:
+    def note_whole(self, is_whole: bool) -> None:
+        """Told by a serializer that writes to the file: half of what it writes must not be stored."""
+        self._is_whole = is_whole
+
+    def _holds_content(self) -> bool:
+        return self._has_content() if self._sink is None else self._sink.has_content
+
+    def _complete(self, with_threads: bool) -> None:
+        if not self._closed and not self._is_whole:
+            logger.warning("%s: nothing was stored, as the last write call of its serializer failed", self._target)
+            self.discard()
+            return
         has_content = not self._closed and self._has_content()
         sink = self._end()
         try:
@@ -220,12 +312,11 @@ class UploadOnClose:
     def _end(self) -> Optional[_C.MultipartSink]:
         """Nothing can be done with the stream from here on. Returns the sink that is to be ended."""
         self._closed = True
-        _open_files.discard(self)
+        self._end_life()
         sink, self._sink = self._sink, None
         return sink
 
     def _let_go(self) -> None:
-        """Ends the copy that a fork made: file and upload are the parent's."""
         self._end()
         self._file = None
 
@@ -236,32 +327,6 @@ class UploadOnClose:
                 file.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(cast(str, self._name))
-
-    def _finish_forgotten(self, error: Optional[BaseException], with_threads: bool) -> None:
-        """Closes the stream for a caller who did not; a failure since its opening discards it."""
-        if self._owner != os.getpid():
-            self._let_go()
-            return
-        if error is not None and id(error) != self._handled_at_opening:
-            logger.warning("%s: nothing was stored, as %s ended the writing", self._target, type(error).__name__)
-            self.discard()
-            return
-        if self._sink is not None and self._sink.has_content:
-            told = f"{self!r} was not closed; its upload is completed now"
-            warnings.warn(told, ResourceWarning, stacklevel=2, source=self)
-        self._finish(with_threads)
-
-    def __del__(self) -> None:
-        if not self.__dict__.get("_closed", True):
-            self._finish_forgotten(sys.exc_info()[1], with_threads=True)
-
-
-@atexit.register
-def _finish_open_files() -> None:
-    # What an interactive session remembers is an error of any time before.
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    for file in list(_open_files):
-        file._finish_forgotten(error, with_threads=False)  # the interpreter starts no threads any more
 
 
 # --- serializers that nobody closes ---------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -338,3 +341,195 @@ def test_a_file_that_could_not_be_opened_is_closed_so_that_python_3_13_reports_n
         make(Refuses(), "/absent", "memory://absent", *arguments)
     (half_made,) = [entry.frame.f_locals["self"] for entry in caught.traceback if entry.name == "__init__"]
     assert half_made.closed
+
+
+# --- streams that nobody closes ------------------------------------------------------------------------------------
+
+BOTH = pytest.mark.parametrize("mode", ["wb", "wb+"])
+
+
+@pytest.fixture(params=["memory", "store"])
+def place(request, memory):
+    """A URI, and what is there: of a file system that writes in place, and of one that uploads."""
+    if request.param == "memory":
+        memory.pipe("/d/x", b"old")
+        return "memory://d/x", lambda: memory.cat("/d/x")
+    objects = request.getfixturevalue("store").objects
+    objects["d/x"] = b"old"
+    return "store://d/x", lambda: objects["d/x"]
+
+
+def half_written(uri, mode):
+    stream = open_stream(uri, mode)
+    stream.write(b"half")
+    raise RuntimeError("on purpose")
+
+
+@BOTH
+def test_a_forgotten_stream_is_stored_and_said_aloud(place, mode, caplog):
+    uri, content = place
+    with pytest.warns(ResourceWarning, match=f"{uri}: the stream was not closed"), contextlib.suppress(RuntimeError):
+        half_written(uri, mode)
+    assert content() == b"half"
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("tensorizer.stream_io", logging.WARNING)
+    assert uri in record.getMessage()
+
+
+@BOTH
+def test_a_stream_that_is_collected_while_an_exception_is_handled_stores_nothing(place, mode, caplog):
+    uri, content = place
+    try:
+        half_written(uri, mode)
+    except RuntimeError as error:
+        traceback.clear_frames(error.__traceback__)  # which held the stream
+        gc.collect()
+    assert content() == b"old"
+    assert f"{uri}: nothing was stored, as RuntimeError ended the writing" in caplog.text
+
+
+@BOTH
+def test_a_stream_of_an_exception_handler_is_stored(place, mode):
+    uri, content = place
+    try:
+        raise RuntimeError("on purpose")
+    except RuntimeError:
+        stream = open_stream(uri, mode)
+        stream.write(b"new")
+        owned = [stream]
+        del stream
+        with pytest.warns(ResourceWarning):
+            owned.clear()
+    assert content() == b"new"
+
+
+@BOTH
+def test_a_forgotten_stream_that_nobody_wrote_to_stores_nothing(place, mode):
+    uri, content = place
+    stream = open_stream(uri, mode)
+    del stream
+    gc.collect()
+    assert content() == b"old"
+
+
+@BOTH
+@pytest.mark.parametrize("call", ["write", "writelines"])
+def test_a_write_that_fails_half_way_stores_nothing_whatever_the_caller_does_then(place, mode, call, caplog):
+    uri, content = place
+
+    def lines():
+        yield b"half"
+        raise TypeError("on purpose")
+
+    stream = open_stream(uri, mode)
+    stream.write(b"first")
+    write, data = (stream.writelines, lines()) if call == "writelines" else (stream.write, "text")
+    with pytest.raises(TypeError):
+        write(data)
+    del write, data
+    assert stream.closed
+    stream.close()
+    del stream
+    gc.collect()
+    assert content() == b"old"
+    assert f"{uri}: nothing will be stored, as TypeError ended a write" in caplog.text
+
+
+def test_a_serializer_of_a_uri_that_is_dropped_stores_nothing_and_says_so(place, caplog):
+    uri, content = place
+    serializer = TensorSerializer(uri)
+    serializer.write_state_dict(state())
+    owned = [serializer]
+    del serializer
+    with pytest.warns(ResourceWarning, match=f"{uri}: nothing was stored"):
+        owned.clear()
+    assert content() == b"old"
+    assert f"{uri}: nothing was stored, because the serializer was not closed" in caplog.text
+
+
+def test_a_stream_whose_serializer_is_dropped_is_stored_and_said_aloud(memory):
+    expected = state()
+    with pytest.warns(ResourceWarning, match="memory://d/x: the stream was not closed"):
+        TensorSerializer(open_stream("memory://d/x", "wb+")).write_state_dict(expected)
+    with TensorDeserializer("memory://d/x", device="cpu") as loaded:
+        assert_same(dict(loaded.items()), expected)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first call", "second call"])
+@pytest.mark.parametrize("end", ["close", "leave the block", "close the serializer", "drop"])
+def test_a_write_call_that_fails_stores_nothing(place, before, end, caplog):
+    uri, content = place
+    fails = []
+
+    def progress(done):
+        if fails:
+            raise KeyError("on purpose")
+
+    with open_stream(uri, "wb+") as stream:
+        serializer = TensorSerializer(stream, progress=progress)
+        if before:
+            serializer.write_state_dict({"a": torch.ones(3)})
+        fails.append(True)
+        with pytest.raises(KeyError):
+            serializer.write_state_dict(state())
+        if end == "close":
+            stream.close()
+        elif end == "close the serializer":
+            serializer.close()
+        elif end == "drop":
+            del stream, serializer
+            gc.collect()
+    gc.collect()
+    assert content() == b"old"
+    assert f"{uri}: nothing was stored, as the last write call of its serializer failed" in caplog.text
+
+
+def test_a_write_call_that_succeeds_after_one_that_failed_is_stored(memory):
+    fails = [True]
+
+    def progress(done):
+        if fails:
+            raise KeyError("on purpose")
+
+    expected = state()
+    with open_stream("memory://x", "wb+") as stream:
+        serializer = TensorSerializer(stream, progress=progress)
+        with pytest.raises(KeyError):
+            serializer.write_state_dict({"a": torch.ones(3)})
+        fails.clear()
+        serializer.write_state_dict(expected)
+    with TensorDeserializer("memory://x", device="cpu") as loaded:
+        assert_same(dict(loaded.items()), expected)
+
+
+AT_THE_END = """
+import sys, fsspec
+from fsspec.implementations.local import LocalFileSystem
+from tensorizer.stream_io import open_stream
+
+class Disk(LocalFileSystem):
+    protocol = "disk"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return LocalFileSystem._strip_protocol(path.replace("disk://", ""))
+
+fsspec.register_implementation("disk", Disk, clobber=True)
+stream = open_stream("disk://" + sys.argv[1], sys.argv[2])
+stream.write(b"new")
+if sys.argv[3] == "exception": raise RuntimeError("on purpose")
+"""
+
+
+@BOTH
+@pytest.mark.parametrize("ending", ["exit", "exception"])
+def test_a_stream_that_is_open_at_the_end_is_stored_unless_an_exception_ended_the_program(
+    fresh_process, tmp_path, mode, ending
+):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    shown = fresh_process(AT_THE_END, str(path), mode, ending).stderr
+    assert path.read_bytes() == (b"new" if ending == "exit" else b"old")
+    said = "the stream was not closed" if ending == "exit" else "nothing was stored, as RuntimeError ended the writing"
+    assert f"x: {said}" in shown
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]

@@ -282,9 +282,42 @@ class TestStreamsByHand:
         except RuntimeError:
             stream = open_stream("s3://bucket/fallback", "wb", **store.arguments)
             stream.write(b"x")
+            owned = [stream]
             del stream
-            gc.collect()
+            with pytest.warns(ResourceWarning, match="s3://bucket/fallback: the stream was not closed"):
+                owned.clear()
         assert store.objects == {"/bucket/fallback": b"x"}
+
+    @pytest.mark.parametrize("mode", ["wb", "wb+"])
+    def test_a_stream_that_is_forgotten_is_stored_and_said_aloud(self, store, caplog, mode):
+        def fail():
+            stream = open_stream("s3://bucket/half", mode, **store.arguments)
+            stream.write(b"half")
+            raise RuntimeError("on purpose")
+
+        told = pytest.warns(ResourceWarning, match="s3://bucket/half: the stream was not closed")
+        with told, contextlib.suppress(RuntimeError):
+            fail()
+        assert store.objects == {"/bucket/half": b"half"}
+        (record,) = caplog.records
+        assert (record.name, record.levelno) == ("tensorizer.stream_io", logging.WARNING)
+        assert "s3://bucket/half" in record.getMessage()
+        assert SECRET not in caplog.text
+
+    def test_a_generator_that_raises_inside_writelines_ends_the_stream(self, store, caplog):
+        def lines():
+            yield b"half"
+            raise KeyError("on purpose")
+
+        stream = open_stream("s3://bucket/lines", "wb", **store.arguments)
+        with pytest.raises(KeyError):
+            stream.writelines(lines())
+        assert stream.closed
+        stream.close()
+        assert store.objects == {}
+        assert "s3://bucket/lines: nothing will be stored, as KeyError ended a write" in caplog.text
+        with pytest.raises(ValueError, match="closed"):
+            stream.write(b"more")
 
 
 END = """
@@ -358,7 +391,8 @@ class TestUnclosed:
             store.objects["/bucket/key"] = b"old"
             shown = run_to_the_end(how, "exit")
             assert store.objects["/bucket/key"] != b"old"
-            assert ("ResourceWarning" in shown) == (how == "stream")
+            assert "ResourceWarning" in shown
+            assert shown.count("s3://bucket/key: the stream was not closed") == 2, "a warning and a line in the log"
 
 
 class TestParts:
