@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 
 import memory
@@ -21,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import STEPS_IN, in_child, number_in, save, state_of
 from rank_processes import run_ranks
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -228,6 +231,34 @@ def in_a_process(folder: Path) -> None:
         dist.barrier()
 
     run_ranks(2, background)
+
+
+def by_default_in_the_background(folder: Path) -> None:
+    """Saves that name no storage take the writer of the block along, to a process and to a thread that begins later."""
+
+    def background(rank):
+        state = {"secret": torch.arange(5000.0), "step": 3}
+        futures = []
+        staged: Future = Future()
+        with td.dcp_default(writer={"encryption": KEY}):
+            for kind in (AsyncCheckpointerType.PROCESS, AsyncCheckpointerType.THREAD):
+                path = folder / kind.name
+                futures.append(dcp.async_save(state, checkpoint_id=path, async_checkpointer_type=kind))
+            executor = getattr(state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor", None)
+            if executor is not None and "staging_future" in str(inspect.signature(executor.__mro__[1].execute_save)):
+                futures.append(executor().execute_save(staged, checkpoint_id=folder / "later"))
+        staged.set_result(state)  # after the block
+        for future in futures:
+            getattr(future, "upload_completion", future).result()
+        for path in folder.iterdir():
+            target = {"secret": torch.zeros(5000), "step": 0}
+            dcp.load(target, storage_reader=td.TensorizerReader(path, encryption=UNLOCK, require_authenticated=True))
+            assert torch.equal(target["secret"], state["secret"])
+            content = b"".join(file.read_bytes() for file in path.iterdir())
+            assert state["secret"].numpy().tobytes()[:64] not in content
+        assert {"PROCESS", "THREAD"} <= {path.name for path in folder.iterdir()}
+
+    run_ranks(1, background)
 
 
 # ---- in the background, one after the other ----

@@ -289,6 +289,7 @@ def test_ranks_with_different_keys_all_raise_and_the_old_checkpoint_stays(fresh_
         "keys",
         "altered",
         "in_a_process",
+        "by_default_in_the_background",
         "two_in_the_background",
         "boxes",
         "blocks",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _storage_utils, format_utils
+from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tensorizer._system.patches import Activity, Block, CountedPatch
@@ -28,8 +28,11 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
 
     Use it for ``dcp.save(state, checkpoint_id=…)`` and for libraries that use ``FileSystemWriter`` themselves
     (accelerate, Lightning). Folders of torch's writers still load. ``s3://`` works in place of a path. If blocks are
-    nested, the options of the innermost one apply. The block applies to all threads of the process; a background save
-    that begins inside it may end later. It is also a decorator, of coroutine functions and generators too.
+    nested, the options of the innermost one apply. The block applies to all threads of the process, and to background
+    saves (``dcp.async_save``, by threads and by a process) that begin inside it and end later. It is also a decorator,
+    of coroutine functions and generators too.
+
+    With ``encryption`` for the writer, torch's own writers raise inside the block.
 
     Args:
         writer: Keywords of :class:`TensorizerWriter`.
@@ -73,6 +76,22 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
                 if make is _writer and original not in checked:
                     checked.add(original)
                     yield original, "__init__", _never_in_clear(original)
+    for name in ("_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor"):  # torch 2.5 and later
+        executor = getattr(state_dict_saver, name, None)
+        if executor is not None:
+            yield state_dict_saver, name, _with_writer(executor)
+
+
+def _with_writer(executor: Any) -> type:
+    """What saves in the background, with the writer of the block: threads may begin after it, processes have none."""
+
+    class WithWriter(executor):  # type: ignore[misc]
+        def execute_save(self, *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any) -> Any:
+            if storage_writer is None and checkpoint_id is not None:
+                storage_writer = _storage_utils._storage_setup(None, checkpoint_id, reader=False)
+            return super().execute_save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)
+
+    return WithWriter
 
 
 _patched_classes = CountedPatch(_replacements)
