@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -18,7 +20,7 @@ from tensorizer._keys import signer_of
 from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import StreamExistsError, StreamNotFoundError, named
+from tensorizer.errors import AuthenticationError, StreamExistsError, StreamNotFoundError, named
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
 
@@ -56,9 +58,9 @@ def sign(
         source: A path, URI, descriptor or open binary file object.
         key: A :class:`SigningKey`, or the path of one.
         signature: Where to write the signature, a path or URI; ``None``: beside a local file, under its name with
-            ``.sig`` appended. Existing signatures of the same content are kept.
+            ``.sig`` appended. Existing signatures of the same content are kept if they are right.
         check: Reads every tensor first and compares it with its digests.
-        force: Replaces a signature of another content.
+        force: Replaces a signature of another content, and other files.
         encryption: The key of an encrypted file; without it `check` checks only its structure.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
@@ -67,7 +69,8 @@ def sign(
     Raises:
         ValueError: Tensors with data and without a SHA-256, which no signature would cover; a ``.safetensors`` file;
             shards; the source is remote or an open file and `signature` is missing.
-        StreamExistsError: Without `force`, the file of the signature exists and is not a signature of the same content.
+        StreamExistsError: Without `force`, the file of the signature exists and is not a signature of the same content:
+            of other weights, say, with the same names and shapes.
         HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
         OSError: The file cannot be read, or the signature cannot be written.
     """
@@ -111,15 +114,67 @@ def _target(source: Any, signature: Any) -> Any:
 
 
 def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:
-    """Signatures of the same content that are at the target, to be kept."""
+    """The detached signatures at the target that are signatures of this content, to be kept."""
     try:
         content = read_checked(target, stream_options, bytes, MAX_SIGNATURE_NBYTES)
-        if _C.signers_of_detached(file.index, content):
-            return content
     except StreamNotFoundError:
         return None
     except ValueError:
-        pass  # no signature, but something
-    if not force:
+        content = b""  # too large for signatures
+    kept = _valid(file, content)
+    if kept is None and not force:
         raise StreamExistsError(f"{shown_location(target)} exists and is no signature of this file (force replaces it)")
-    return None
+    return kept
+
+
+# A detached signature is an annex of the format (docs/format.md, "Annex"): magic, length, sections, checksum.
+_FRAME = struct.Struct("<8sI")
+_SECTION = struct.Struct("<BBI")
+_CHECKSUM = struct.Struct("<I")
+_RECORDS, _SIGNATURES = 5, 7
+_PUBLIC_KEY_NBYTES, _SIGNATURE_NBYTES = 32, 96
+
+
+def _valid(file: OpenFile, content: bytes) -> Optional[bytes]:
+    """A detached signature with only those of its signatures that are right for the file as it is now; ``None`` where
+    none is."""
+    assert file.source is not None
+    try:
+        if not _C.signers_of_detached(file.index, content):
+            return None
+    except ValueError:
+        return None  # no signature, but something
+    # The digests of the records are computed from the file: those in the signature are of what it was made for.
+    ours, unbound = _C.sign_detached(file.source, file.index, signer_of(SigningKey.generate()))
+    sections = _sections(content)
+    if unbound or _sections(ours)[_RECORDS] != sections.get(_RECORDS):
+        return None
+    signatures = sections[_SIGNATURES]
+    each = [signatures[i : i + _SIGNATURE_NBYTES] for i in range(0, len(signatures), _SIGNATURE_NBYTES)]
+    right = [one for one in each if _is_right(file, one[:_PUBLIC_KEY_NBYTES], content)]
+    return _annex({**sections, _SIGNATURES: b"".join(right)}) if right else None
+
+
+def _is_right(file: OpenFile, public_key: bytes, content: bytes) -> bool:
+    assert file.source is not None
+    index = _C.open_index(file.source, file.index.start, bool(file.index.encrypted))  # it notes what vouches
+    try:
+        return bool(_C.check_signatures(index, [public_key], content))
+    except (AuthenticationError, ValueError):
+        return False
+
+
+def _sections(annex: bytes) -> dict[int, bytes]:
+    """The sections of an annex that was parsed before, by type, in their order."""
+    found, at = {}, _FRAME.size
+    while at < len(annex) - _CHECKSUM.size:
+        kind, _, nbytes = _SECTION.unpack_from(annex, at)
+        found[kind] = annex[at + _SECTION.size : at + _SECTION.size + nbytes]
+        at += _SECTION.size + nbytes
+    return found
+
+
+def _annex(sections: Mapping[int, bytes]) -> bytes:
+    body = b"".join(_SECTION.pack(kind, 0, len(content)) + content for kind, content in sections.items())
+    covered = _FRAME.pack(b"TZRANNX1", len(body)) + body
+    return covered + _CHECKSUM.pack(zlib.crc32(covered))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from authentic_files import OTHER, PUBLIC, SIGNER, encrypted, plain, renamed
 from command_line import run
+from samples import state_dict_bytes
 from servers.s3_recorder import S3Recorder
 
 from tensorizer import PublicKey
@@ -40,6 +42,19 @@ def test_the_command_line_makes_keys_signs_and_verifies(tmp_path):
     assert run("sign", path, "--key", key, "--no-check").returncode == 6
     assert run("sign", path, "--key", key, "--no-check", "--force").returncode == 0
     assert run("verify", path, TENSORIZER_REQUIRE_AUTHENTICATED="1").returncode == 5
+
+
+def test_signing_other_weights_over_an_old_signature_exits_with_6_and_with_force_drops_it(tmp_path):
+    path, key, other = tmp_path / "m.tensors", tmp_path / "key", tmp_path / "other"
+    SIGNER.save(key)
+    OTHER.save(other)
+    path.write_bytes(state_dict_bytes({"w": torch.zeros(4)}))
+    assert run("sign", path, "--key", key).returncode == 0
+    path.write_bytes(state_dict_bytes({"w": torch.ones(4)}))
+    assert run("sign", path, "--key", other).returncode == 6
+    result = run("sign", path, "--key", other, "--force", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["files"][0]["signers"] == [str(OTHER.public_key)]
 
 
 def test_a_signature_in_a_store_is_written_and_read_at_the_endpoint_that_was_named(tmp_path):

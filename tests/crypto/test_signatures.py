@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,72 @@ def test_a_signature_of_another_content_is_replaced_by_force_alone(tmp_path):
         tensorizer.sign(path, SIGNER, check=False)
     tensorizer.sign(path, SIGNER, check=False, force=True)
     assert opened(path, public_key=SIGNER.public_key, filter_func=lambda name: False).authenticated == "signature"
+
+
+def other_weights() -> bytes:
+    """Names, shapes and sizes are those of :func:`plain`."""
+    changed = {name: value + 1 for name, value in values().items()}
+    return state_dict_bytes({**changed, "g": changed["a"]}, ties="once", metadata={"k": "v"})
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_signature_of_other_weights_of_the_same_names_and_shapes_is_of_another_content(tmp_path, check):
+    path, place = tmp_path / "m.tensors", tmp_path / "m.tensors.sig"
+    path.write_bytes(plain())
+    tensorizer.sign(path, SIGNER)
+    tensorizer.sign(path, OTHER)
+    before = place.read_bytes()
+    path.write_bytes(other_weights())
+    assert len(path.read_bytes()) == len(plain())
+    third = SigningKey.generate()
+    with pytest.raises(StreamExistsError, match="no signature of this file"):
+        tensorizer.sign(path, third, check=check)
+    assert place.read_bytes() == before
+    report = tensorizer.sign(path, third, check=check, force=True)
+    assert report.signers == (str(third.public_key),)  # the others are void
+    assert PUBLIC.encode() not in place.read_bytes().hex().encode()
+    with opened(path, public_key=third.public_key) as file:
+        assert file.authenticated == "signature"
+    with pytest.raises(AuthenticationError, match="other keys"):
+        opened(path, public_key=SIGNER.public_key)
+
+
+def test_void_signatures_of_the_same_content_are_dropped_and_never_listed(tmp_path):
+    path, place = tmp_path / "m.tensors", tmp_path / "m.tensors.sig"
+    path.write_bytes(plain())
+    tensorizer.sign(path, SIGNER)
+    tensorizer.sign(path, OTHER)
+    content = bytearray(place.read_bytes())
+    at = content.index(bytes(SIGNER.public_key)) + 32
+    content[at] ^= 1  # the signature, not what it signs
+    content[-4:] = struct.pack("<I", zlib.crc32(content[:-4]))
+    place.write_bytes(content)
+    third = SigningKey.generate()
+    report = tensorizer.sign(path, third)  # that of OTHER is right: no force is needed
+    assert report.signers == (str(OTHER.public_key), str(third.public_key))
+    assert bytes(SIGNER.public_key) not in place.read_bytes()
+    for key in (OTHER, third):
+        with opened(path, public_key=key.public_key) as file:
+            assert file.authenticated == "signature"
+    content = bytearray(auth.signature_file(plain(), K))
+    content[-5] ^= 1
+    content[-4:] = struct.pack("<I", zlib.crc32(content[:-4]))
+    place.write_bytes(content)  # the only one is void
+    with pytest.raises(StreamExistsError):
+        tensorizer.sign(path, third)
+    assert tensorizer.sign(path, third, force=True).signers == (str(third.public_key),)
+
+
+def test_signatures_of_encrypted_files_and_of_files_with_an_annex_are_kept_only_for_the_same_content(tmp_path):
+    for number, make in enumerate((encrypted, signed)):
+        path = tmp_path / f"{number}.tensors"
+        path.write_bytes(make())
+        tensorizer.sign(path, SIGNER)
+        assert tensorizer.sign(path, OTHER).signers == (PUBLIC, str(OTHER.public_key))
+    encrypted_path = tmp_path / "0.tensors"
+    encrypted_path.write_bytes(encrypted())  # other nonces: other records
+    with pytest.raises(StreamExistsError):
+        tensorizer.sign(encrypted_path, OTHER)
 
 
 def test_signing_checks_every_tensor_first(tmp_path):
