@@ -58,6 +58,16 @@ def open(
         OSError: The file cannot be opened.
     """
     wanted = checks.binary_mode(mode, _MODES, scheme_of(uri))
+    if wanted == "rb" and scheme_of(uri) == "hf":
+        from tensorizer._io import hub_cache
+
+        file = hub_cache.open_file(uri, lambda: _open(uri, wanted, buffer_size, None, cache))
+        file.seek(begin or 0)
+        return file
+    return _open(uri, wanted, buffer_size, begin, cache)
+
+
+def _open(uri: str, wanted: str, buffer_size: Optional[int], begin: Optional[int], cache: Optional[Cache]) -> BinaryIO:
     fs, path = _file_system(uri, is_asked=cache is None or not cache.offline)
     if wanted == "rb":
         cached = None if cache is None else _open_cached(cache, fs, path, uri, buffer_size, begin or 0)

@@ -146,7 +146,8 @@ def from_pretrained(
             are not covered.
         require_authenticated: Whether the key or a signature has to vouch for the weights, likewise.
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
-        local_files_only: Sends no request to the hub; ``HF_HUB_OFFLINE`` does the same.
+        local_files_only: Sends no request to the hub; ``HF_HUB_OFFLINE`` does the same. If the hub cannot be reached,
+            what is in the cache is used, with a warning.
         token: For the hub, as ``huggingface_hub`` takes it; it is sent only to the hub's host.
         allow_pickle: If there are only ``.bin`` files, reads them with ``torch.load(weights_only=True)``.
         allow_plaintext_temp: If the library reads only files, decrypts encrypted weights to a private temporary file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_models
-from servers import file_server, hub_repository
+from servers import file_server, hub_repository, serving
 
 import tensorizer
 from tensorizer import FormatError, SigningKey, StreamError, StreamNotFoundError
@@ -233,3 +234,94 @@ def test_an_index_of_shards_in_the_cache_that_is_none_is_named(tmp_path, monkeyp
     (repository / "refs" / "main").write_text(FIRST)
     with pytest.raises(FormatError, match=r"model\.tensors\.index\.json"):
         from_pretrained(None, "org/name", local_files_only=True)
+
+
+# --- a hub that does not answer --------------------------------------------------------------------------------------
+
+# Where the hub is, is read when huggingface_hub is imported.
+DOWN = """
+import sys, warnings
+import tensorizer
+from tensorizer import TensorDeserializer, load_file
+from tensorizer.integrations.huggingface import from_pretrained
+
+def keys():
+    with TensorDeserializer("hf://org/tiny", device="cpu") as file:
+        return sorted(file)
+
+doors = {
+    "from_pretrained": lambda: from_pretrained(None, "org/tiny") and True,
+    "from_pretrained of a URI": lambda: from_pretrained(None, "hf://org/tiny@main") and True,
+    "TensorDeserializer": keys,
+    "load_file": lambda: load_file("hf://org/tiny/model.safetensors"),
+    "load_file of a revision": lambda: load_file("hf://org/tiny@main/model.safetensors"),
+    "inspect": lambda: tensorizer.inspect("hf://org/tiny").tensors,
+    "convert": lambda: tensorizer.convert("hf://org/tiny", sys.argv[1] + "/made.tensors").tensors,
+    "verify": lambda: tensorizer.verify("hf://org/tiny").unverified,
+    "another revision": lambda: load_file("hf://org/tiny@v2/model.safetensors"),
+    "a file that is not in the cache": lambda: load_file("hf://org/tiny/other.safetensors"),
+    "another repository": lambda: from_pretrained(None, "org/other"),
+}
+for name, door in doors.items():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            answer = "right" if door() else "nothing"
+        except OSError as error:
+            answer = "not found" if isinstance(error, FileNotFoundError) else "error"
+    told = sum("the hub cannot be reached" in str(one.message) for one in seen)
+    print("STEP", name, "|", answer, told, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def hub_that(answers):
+    """The environment of a process whose hub must not be asked, refuses connections, or answers 503."""
+    if answers == "offline":
+        yield {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    elif answers == "refused":
+        yield {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    else:
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_error(503)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *arguments):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        with serving(server):
+            yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+
+
+@pytest.mark.parametrize("answers", ["offline", "refused", "503"])
+def test_a_repository_in_the_cache_loads_while_the_hub_is_down_or_must_not_be_asked(tmp_path, answers):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    repository = tmp_path / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(FIRST)
+    tiny_models.llama().save_pretrained(repository / "snapshots" / FIRST)
+    with hub_that(answers) as where:
+        environment = {**os.environ, **where, "HF_HOME": str(tmp_path)}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        for name in ("HF_TOKEN", "HF_HUB_CACHE", "no_proxy"):
+            environment.pop(name, None)
+        done = subprocess.run(
+            [sys.executable, "-c", DOWN, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=280
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line[5:].split(" | ") for line in done.stdout.splitlines() if line.startswith("STEP ")]
+    found = {name: (answer, int(told)) for name, (answer, told) in ((n, rest.rsplit(" ", 1)) for n, rest in lines)}
+    assert len(found) == 11
+    for name in list(found)[:8]:
+        assert found[name][0] == "right", (name, done.stderr[-3000:])
+    assert found["a file that is not in the cache"][0] == "not found"
+    assert found["another revision"][0] == ("not found" if answers == "offline" else "error")
+    assert found["another repository"][0] == ("not found" if answers == "offline" else "error")
+    told = [count for _, count in found.values()]
+    assert max(told) == (0 if answers == "offline" else 1)
+    assert found["from_pretrained"][1] == found["TensorDeserializer"][1] == max(told)

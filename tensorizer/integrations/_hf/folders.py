@@ -18,6 +18,7 @@ import torch
 
 from tensorizer import _C, stream_io
 from tensorizer._files.copy import MODEL_ENDINGS, exists
+from tensorizer._io import hub_cache
 from tensorizer._io.forms import FolderOfForms, NoteOf
 from tensorizer._io.shards import each_at_once, is_index_name
 from tensorizer._io.sources import json_content
@@ -299,36 +300,37 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
 
     Raises:
         FileNotFoundError: No such repository or revision, or not in the cache.
+        StreamError: The hub cannot be reached, and it is not in the cache.
         ValueError: What can be no revision.
         ImportError: The package ``huggingface_hub`` is not installed.
     """
     import huggingface_hub
-    from huggingface_hub import constants
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
 
     shown = repo if revision is None else f"{repo}@{revision}"
     if revision is not None and not _is_plain(revision):  # the cache has a file of that name
         raise ValueError(f"{repo}: wanted the name of a branch or tag as revision, found {revision!r}")
-    offline = options.local_files_only or constants.HF_HUB_OFFLINE
+    offline = options.local_files_only or hub_cache.is_offline()
     if offline and not options.cache:
         raise ValueError(f"{repo}: cache=False reads from the hub, and local_files_only or HF_HUB_OFFLINE forbids that")
     below = options.subfolder.strip("/")
     described = [f"{below}/{name}" if below else name for name in _DESCRIPTIONS]
     try:
         if options.cache:  # notes which commit a branch is, so that all files are of that one
-            folder = _download(repo, revision, options.token, described, offline)
             if offline:
-                names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-                return _CachedRepo(repo, folder, names, None)
+                return _cached(repo, revision, shown)
+            folder = _download(repo, revision, options.token, described)
             revision = folder.name
         info = huggingface_hub.HfApi(token=options.token).model_info(repo, revision=revision)
-    except LocalEntryNotFoundError:
-        if not offline:
-            raise
-        raise FileNotFoundError(f"{shown}: not in the cache, and the hub may not be asked") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise FileNotFoundError(f"{shown}: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:
+        if not options.cache or not hub_cache.is_down(error):
+            raise
+        found = _cached(repo, revision, shown, error)
+        hub_cache.warn_of(repo, error, 6)
+        return found
     names = {sibling.rfilename for sibling in info.siblings or ()}
     if options.cache:
         return _CachedRepo(repo, folder, names, options.token)
@@ -339,16 +341,23 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
     return RemoteFolder(prefix, {"http_options": stream_io.HTTPOptions(headers=headers)}, repo, names)
 
 
-def _download(repo: str, revision: Optional[str], token: Any, names: Iterable[str], offline: bool = False) -> Path:
+def _cached(repo: str, revision: Optional[str], shown: str, error: Optional[Exception] = None) -> ModelFolder:
+    """Those files of a commit that are in the cache; `error` is why the hub was not asked for more."""
+    folder = hub_cache.snapshot(repo, revision)
+    if folder is None:
+        if error is None:
+            raise FileNotFoundError(f"{shown}: not in the cache, and the hub may not be asked")
+        raise StreamError(f"{shown}: not in the cache, and the hub cannot be reached: {error}") from error
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return _CachedRepo(repo, folder, names, None)
+
+
+def _download(repo: str, revision: Optional[str], token: Any, names: Iterable[str]) -> Path:
     """The folder of a commit in the cache, with these files of it; several are fetched at the same time."""
     import huggingface_hub
 
     patterns = [glob.escape(name) for name in names]
-    return Path(
-        huggingface_hub.snapshot_download(
-            repo, revision=revision, token=token, allow_patterns=patterns, local_files_only=offline
-        )
-    )
+    return Path(huggingface_hub.snapshot_download(repo, revision=revision, token=token, allow_patterns=patterns))
 
 
 class _CachedRepo(ModelFolder):
