@@ -27,6 +27,7 @@ import torch
 from tensorizer import stream_io
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import name_in
+from tensorizer._system import archives
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import FormatError
@@ -331,15 +332,21 @@ def load_pretrained(
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        FormatError: It is not a zip file, or a damaged one.
+        FormatError: It is not a zip file, or a damaged one; it is larger than 2 GiB, or unpacks to more than that or
+            to more than 100 times its size.
         OSError: It cannot be read.
     """
     uri = name_in(path_uri, f"{prefix}.zip")
     with stream_io.open_stream(uri, "rb", **dict(stream_options or {})) as stream:
-        data = stream.read()
+        data = bytearray()
+        while piece := stream.read(1 << 20):
+            data += piece
+            if len(data) > archives.MAX_NBYTES:
+                raise FormatError(f"{shown_location(uri)}: wanted at most {archives.MAX_NBYTES} bytes, found more")
     with tempfile.TemporaryDirectory() as folder:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                archives.check_zip(archive, str(shown_location(uri)), len(data))
                 archive.extractall(folder)
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
             raise FormatError(f"{shown_location(uri)}: wanted a zip file that can be unpacked: {error}") from None

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -23,6 +24,7 @@ from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
 from tensorizer._save.session import check_metadata
+from tensorizer._system.archives import check_zip
 from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError, named
 
@@ -310,12 +312,14 @@ def read_pickled(
 
 
 def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    maps = _head(path).startswith(_ZIP)
+    is_zip = _head(path).startswith(_ZIP)
+    if is_zip:
+        _check_archive(path)
     try:
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except RuntimeError as error:
-            if not maps or "unable to mmap" not in str(error):
+            if not is_zip or "unable to mmap" not in str(error):
                 raise
             content = torch.load(path, map_location="cpu", weights_only=True)  # its file system cannot map
     except (OSError, MemoryError):
@@ -340,6 +344,15 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
     if unfit:
         raise UnsupportedContentError(f"{path}: {'; '.join(unfit)}")
     return tensors, others
+
+
+def _check_archive(path: str) -> None:
+    """Refuses one that would unpack to far more than its size; torch packs nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_zip(archive, path, os.path.getsize(path))
+    except (zipfile.BadZipFile, NotImplementedError):
+        pass  # torch says what is wrong
 
 
 def _state_dict(content: Any, key: Optional[str]) -> Optional[Mapping[str, Any]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from servers.file_server import serve_folder
 
 import tensorizer
 from tensorizer import FormatError, legacy
@@ -130,3 +133,47 @@ def test_a_zip_file_that_cannot_be_unpacked_is_named(tmp_path, damage):
     path.write_bytes({"empty": b"", "cut": content[:-30], "a byte": content, "no zip": b"<html></html>"}[damage])
     with pytest.raises(FormatError, match=r"tokenizer\.zip"):
         legacy.load_pretrained(Component, tmp_path, "tokenizer")
+
+
+def bomb(path, files, nbytes, kind=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for number in range(files):
+            archive.writestr(f"{number}.txt", b"a" * nbytes)
+
+
+@pytest.mark.parametrize(("files", "nbytes"), [(1, 40 << 20), (40, 1 << 20), (10_001, 1)])
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_before_a_byte_is(
+    tmp_path, monkeypatch, files, nbytes, kind
+):
+    place = tmp_path / "unpacked"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    bomb(tmp_path / "tokenizer.zip", files, nbytes, kind)
+    with serve_folder(tmp_path) as web:
+        for folder in (tmp_path, web):
+            with pytest.raises(FormatError, match=r"tokenizer\.zip: wanted an archive"):
+                legacy.load_pretrained(None, folder, "tokenizer")
+    assert list(place.iterdir()) == []
+
+
+def test_an_archive_that_lies_about_its_sizes_unpacks_to_no_more_than_it_says(tmp_path):
+    path = tmp_path / "tokenizer.zip"
+    bomb(path, 1, 40 << 20)
+    content = path.read_bytes()
+    path.write_bytes(content.replace((40 << 20).to_bytes(4, "little"), (1000).to_bytes(4, "little")))
+    with pytest.raises(FormatError, match=r"tokenizer\.zip"):
+        legacy.load_pretrained(None, tmp_path, "tokenizer")
+
+
+def test_a_tokenizer_of_many_equal_lines_is_unpacked(tmp_path):
+    class Component:
+        def save_pretrained(self, folder):
+            Path(folder, "vocabulary.txt").write_text("a b c " * 100_000)
+
+        @classmethod
+        def from_pretrained(cls, folder):
+            return Path(folder, "vocabulary.txt").read_text()
+
+    legacy.serialize_pretrained(Component(), tmp_path, "tokenizer")
+    assert len(legacy.load_pretrained(Component, tmp_path, "tokenizer")) == 600_000

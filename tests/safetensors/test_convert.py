@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import zipfile
 
 import memory
 import pytest
@@ -172,6 +173,21 @@ def test_pickled_state_dicts_are_read_without_running_them(tmp_path):
     with pytest.raises(tensorizer.FormatError, match="nowhere"):
         tensorizer.convert(tmp_path / "m.pt", tmp_path / "x", key="nowhere")
     assert not (tmp_path / "x").exists()
+
+
+@reads_pickles
+def test_a_packed_pickle_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path):
+    torch.save({"w": torch.zeros(10 * MIB)}, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for info in plain.infolist():
+            packed.writestr(info.filename, plain.read(info))
+    assert (tmp_path / "packed.pt").stat().st_size < MIB
+    with pytest.raises(FormatError, match=r"packed\.pt: wanted an archive that unpacks to at most 100 times"):
+        tensorizer.convert(tmp_path / "packed.pt", tmp_path / "m.tensors")
+    tensorizer.convert(tmp_path / "plain.pt", tmp_path / "m.tensors")
 
 
 @reads_pickles
