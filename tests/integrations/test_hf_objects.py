@@ -23,6 +23,7 @@ import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorSerializer
 from tensorizer.errors import FormatError, LoadError
 from tensorizer.integrations import huggingface
+from tensorizer.integrations._hf import folders, models
 from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -425,6 +426,66 @@ def test_temporary_files_are_in_memory_where_there_is_room(tmp_path, private_fol
         before = len(private_folders)
         from_pretrained(None, tmp_path / "ours")
         assert any(folder.startswith("/dev/shm/") for folder in private_folders[before:]) is in_memory
+
+
+def add_what_is_no_model(folder):
+    """What a clone of a repository has beside the model; none of it can be read."""
+    made = []
+    for name in (
+        ".git/objects/pack",
+        ".cache/x.json",
+        "data/train.json",
+        "train.parquet",
+        "corpus.jsonl",
+        "set.tar.gz",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            file.truncate(1 << 40)  # a hole
+        made.append(folder / name)
+    return made
+
+
+def test_a_clone_is_used_without_what_git_keeps_and_without_its_data_sets(tmp_path, private_folders, monkeypatch):
+    theirs = tiny_models.sentence_transformer(tmp_path / "source")
+    theirs.save_pretrained(str(tmp_path / "clone"), create_model_card=False)
+    add_what_is_no_model(tmp_path / "clone")
+    seen = []
+
+    class Seen(type(theirs)):
+        def __init__(self, folder, **keywords):
+            seen.extend(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+            super().__init__(folder, **keywords)
+
+    assert (from_pretrained(Seen, tmp_path / "clone").encode("abc") == theirs.encode("abc")).all()
+    kept = {path.relative_to(tmp_path / "clone").as_posix() for path in (tmp_path / "clone").rglob("*")}
+    assert {"modules.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"} <= set(seen) <= kept
+    assert not [name for name in seen if name.startswith((".", "data", "train", "corpus", "set"))]
+
+
+def test_a_model_whose_names_the_library_changes_gets_its_configuration_alone(
+    stable_diffusion, tmp_path, private_folders, monkeypatch
+):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    shutil.copytree(stable_diffusion[0] / "vae", tmp_path / "vae")
+    add_what_is_no_model(tmp_path / "vae")
+    seen = []
+    original = diffusers.AutoencoderKL.from_pretrained.__func__
+
+    def spied(cls, folder, **keywords):
+        seen.extend(sorted(os.listdir(folder)))
+        return original(cls, folder, **keywords)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(spied))
+    monkeypatch.setattr(models, "fill_empty", lambda *_: False)
+    from_pretrained(None, tmp_path / "vae")
+    assert seen == ["config.json", "diffusion_pytorch_model.safetensors"]
+
+
+def test_a_remote_model_of_several_folders_is_fetched_without_data_sets():
+    names = ["modules.json", "1_Pooling/config.json", "data/train.json", "train.parquet", ".gitattributes", "a.bin"]
+    chosen = [name for name in names if folders.is_small_file(name, ["", "1_Pooling"])]
+    assert chosen == ["modules.json", "1_Pooling/config.json"]
 
 
 def test_plaintext_of_encrypted_weights_is_written_only_when_allowed(tmp_path, private_folders):

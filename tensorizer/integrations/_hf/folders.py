@@ -32,6 +32,13 @@ MANIFEST = "tensorizer_files.json"
 # The files that say what a folder holds.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
 
+# What beside a model is none of it, whatever its size.
+_OF_DATA_SETS = (
+    *(".parquet", ".arrow", ".jsonl", ".ndjson", ".csv", ".tsv", ".npy", ".npz", ".db", ".sqlite", ".lmdb", ".log"),
+    *(".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".wav", ".flac", ".mp3", ".mp4", ".png", ".jpg"),
+)
+_OF_TOKENIZERS = ("additional_chat_templates",)  # a folder
+
 _HOST = torch.device("cpu")
 
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -85,6 +92,34 @@ def is_weight(name: str) -> bool:
     return name.endswith(MODEL_ENDINGS)
 
 
+def is_small_file(name: str, folders: Collection[str]) -> bool:
+    """Whether a file of a repository belongs to the model and holds no weights: not so data sets, or what git keeps.
+
+    Args:
+        name: With ``/`` for folders inside.
+        folders: The folders that belong to the model, with all that is in them.
+    """
+    if is_weight(name) or any(part.startswith(".") for part in name.split("/")):
+        return False
+    if "/" not in name:
+        return not name.endswith(_OF_DATA_SETS)
+    return name.startswith(
+        tuple(f"{folder.strip('/')}/" for folder in (*folders, *_OF_TOKENIZERS) if folder.strip("/"))
+    )
+
+
+def small_files(folder: Path, folders: Collection[str]) -> Iterator[str]:
+    """The names of the files in a local folder that :func:`is_small_file` means; others are not even listed."""
+    yield from (p.name for p in folder.iterdir() if p.is_file() and is_small_file(p.name, folders))
+    found: set[str] = set()
+    for inside in (*folders, *_OF_TOKENIZERS):
+        if inside.strip("/"):
+            found.update(
+                p.relative_to(folder).as_posix() for p in folder.glob(f"{glob.escape(inside.strip('/'))}/**/*")
+            )
+    yield from sorted(name for name in found if is_small_file(name, folders) and (folder / name).is_file())
+
+
 class ModelFolder:
     """One folder of a model.
 
@@ -107,14 +142,19 @@ class ModelFolder:
         """A local folder with those of the small files `names` that exist, under their names."""
         return self._fetch([self._below + name for name in names]) / self._below
 
-    def fetch_all(self) -> Path:
-        """A local folder with every file that holds no weights.
+    def fetch_all(self, folders: Optional[Collection[str]] = None) -> Path:
+        """A local folder with every small file of the model, and of a local folder with whatever else is in it.
+
+        Args:
+            folders: Those in it that belong to the model, as :func:`is_small_file` wants them; ``None``: all.
 
         Raises:
             FileNotFoundError: The files cannot be listed.
         """
-        names = [name for name in self._names() if name.startswith(self._below) and not is_weight(name)]
-        return self._fetch(names) / self._below
+        names = [name for name in self._names() if name.startswith(self._below)]
+        inside = {*folders} if folders is not None else {name[len(self._below) :].partition("/")[0] for name in names}
+        chosen = [name for name in names if is_small_file(name[len(self._below) :], inside)]
+        return self._fetch(chosen) / self._below
 
     def weight(self, name: str) -> Any:
         """What the engine opens: the path or URI of a file of weights, or of an index of some."""

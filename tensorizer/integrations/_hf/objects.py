@@ -16,8 +16,8 @@ from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError
 from tensorizer.integrations._hf import models
-from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
-from tensorizer.integrations._hf.weights import Weights, find_weights, private_copy, write_safetensors
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder, small_files
+from tensorizer.integrations._hf.weights import Weights, find_weights, private_folder, write_safetensors
 
 _ADAPTER = "adapter_config.json"
 _PIPELINE = "model_index.json"
@@ -116,7 +116,7 @@ def _by_library(
     keywords: dict[str, Any] = {} if dtype is None else {"torch_dtype": dtype}
     if not models.kept_in_float32(cls):  # with such parts the library wants the default; else missing ones have no data
         keywords["low_cpu_mem_usage"] = False
-    with private_copy(folder.fetch("config.json"), weights.nbytes) as files:
+    with private_folder(folder.fetch("config.json"), ["config.json"], weights.nbytes) as files:
         write_safetensors(weights, files / f"{_DIFFUSERS_STEM}.safetensors", options.allow_plaintext_temp)
         model, info = cls.from_pretrained(files, output_loading_info=True, use_safetensors=True, **keywords)
     left = [*info.get("missing_keys", ()), *info.get("unexpected_keys", ())]
@@ -130,8 +130,8 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     import diffusers
 
     _only_on_one_device(options)
-    files = folder.fetch_all()
     components = folder.read_json(_PIPELINE)
+    files = folder.fetch_all(components)
     _refuse_code(folder.label, files, components, options.model_kwargs)
     loaded: dict[str, Any] = {}
     for name, entry in components.items():
@@ -219,6 +219,7 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
     from sentence_transformers import SentenceTransformer
 
     found: dict[str, Weights] = {}
+    paths: list[str] = []
     for module in folder.read_json(_SENTENCES, list):
         if not isinstance(module, dict) or not isinstance(module.get("path"), str):
             raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
@@ -227,9 +228,12 @@ def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptio
                 f"{folder.label}: {_SENTENCES}: the class {module.get('type')!r:.200} is code that is not of the "
                 "library, which is never run"
             )
+        paths.append(module["path"])
         with contextlib.suppress(FileNotFoundError):  # a module without parameters, such as pooling
             found[module["path"].strip("/")] = find_weights(folder.below(module["path"]), "model", options)
-    with private_copy(folder.fetch_all(), sum(weights.nbytes for weights in found.values())) as files:
+    source = folder.fetch_all(paths)
+    nbytes = sum(weights.nbytes for weights in found.values())
+    with private_folder(source, small_files(source, paths), nbytes) as files:
         for path, weights in found.items():
             write_safetensors(weights, Path(files, path, "model.safetensors"), options.allow_plaintext_temp)
         keywords = dict(options.model_kwargs)

@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -23,7 +23,7 @@ from tensorizer._load.open_file import OpenFile, note_of, open_file
 from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
-from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, is_weight
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.torch import save_file
 
 _PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
@@ -149,11 +149,12 @@ def _pickled_files(folder: ModelFolder, name: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def private_copy(source: Path, nbytes: int) -> Iterator[Path]:
-    """A copy of the small files of a folder, for its weights to be put beside; removed at the end, whatever ends it.
+def private_folder(source: Path, names: Iterable[str], nbytes: int) -> Iterator[Path]:
+    """A folder with links to small files, for weights to be put beside; removed at the end, whatever ends it.
 
     Args:
         source: Where the files are.
+        names: Of the files, with ``/`` for folders inside.
         nbytes: What will be written beside them; it goes to memory where there is twice the room.
     """
     room = None
@@ -161,16 +162,12 @@ def private_copy(source: Path, nbytes: int) -> Iterator[Path]:
         room = _IN_MEMORY if shutil.disk_usage(_IN_MEMORY).free > 2 * nbytes else None
     target = Path(tempfile.mkdtemp(prefix="tensorizer-", dir=room))  # mode 700
     try:
-        shutil.copytree(source, target, dirs_exist_ok=True, ignore=_without_weights)
-        os.chmod(target, 0o700)  # copytree gave it the mode of the source
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.symlink(os.path.abspath(source / name), target / name)
         yield target
     finally:
         shutil.rmtree(target, ignore_errors=True)
-
-
-def _without_weights(folder: str, names: list[str]) -> set[str]:
-    indexes = {name for name in names if name.endswith(".json") and is_weight(name.partition(".index")[0])}
-    return indexes | {name for name in names if is_weight(name)}
 
 
 def write_safetensors(weights: Weights, target: Path, allow_plaintext_temp: bool) -> None:
