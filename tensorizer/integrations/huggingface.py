@@ -61,9 +61,10 @@ def save_pretrained(
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files and an index. Default: one file.
         variant: A word in the names of the files of weights, as in ``model.fp16.tensors``.
         names: ``"model"`` stores tensors under the names of ``state_dict()``, which load directly if the library has
-            the same ones. ``"library"`` stores those of transformers' own files, for other releases of it:
-            version 5 keeps experts fused, and names some models' parts differently than version 4. The library then
-            writes a temporary file first, and ``metadata`` is not stored.
+            the same ones: straight to the device, which is why it is the default. ``"library"`` stores those of
+            transformers' own files, for other releases of it and for engines such as vLLM: version 5 keeps experts
+            fused, and names some models' parts differently than version 4. The library then writes a temporary file
+            first, and ``metadata`` is not stored.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
 
     Raises:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
 
-from tensorizer import DecryptionParams, EncryptionParams, SigningKey, sign  # noqa: E402
+from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer, sign  # noqa: E402
 from tensorizer.errors import AuthenticationError, CryptographyError, HashMismatchError, StreamNotFoundError  # noqa: E402
 from tensorizer.integrations.accelerate import install_hooks  # noqa: E402
-from tensorizer.torch import load_file  # noqa: E402
+from tensorizer.torch import load_file, save_file  # noqa: E402
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -179,3 +181,19 @@ def test_weights_that_nobody_signed_are_refused_where_a_key_is_given(accelerator
     (tmp_path / "model.tensors").unlink()
     with pytest.raises(StreamNotFoundError):
         accelerator.load_state(tmp_path)
+
+
+def test_an_empty_model_is_filled_over_a_device_map_and_dispatched(tmp_path):
+    """docs/troubleshooting.md"""
+    model = Tied()
+    save_file(model.state_dict(), tmp_path / "m.tensors")
+    with accelerate.init_empty_weights(include_buffers=True):
+        empty = Tied()
+    with pytest.raises(pickle.UnpicklingError):
+        accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path / "m.tensors"), device_map={"": "cpu"})
+    device_map = {"enter": "cpu", "back": "cpu", "": "cpu"}
+    with TensorDeserializer(tmp_path / "m.tensors", device=device_map) as file:
+        file.load_into_module(empty)
+    dispatched = accelerate.dispatch_model(empty, {"": "cpu"})
+    x = torch.ones(2, 4)
+    assert torch.equal(dispatched(x), model(x))

@@ -643,6 +643,21 @@ def test_a_compiled_model_is_saved_as_the_model_that_was_compiled(tmp_path):
     assert "model._orig_mod.layers.1._orig_mod.mlp.up_proj.weight" in parts.state_dict()
 
 
+def test_the_names_that_engines_look_for_are_those_of_the_library_and_convert_keeps_them(tmp_path):
+    """docs/vllm.md"""
+    model = tiny_models.mixtral()
+    model.save_pretrained(tmp_path / "hub")
+    tensorizer.convert(tmp_path / "hub", tmp_path / "converted/")
+    save_pretrained(model, tmp_path / "ours", names="library")
+    save_pretrained(model, tmp_path / "default")
+    found = {place: set(tensorizer.load_file(tmp_path / place)) for place in ("hub", "converted", "ours", "default")}
+    assert found["hub"] == found["converted"] == found["ours"]
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        fused = {name for name in found["default"] if name.endswith("mlp.experts.gate_up_proj")}
+        assert fused
+        assert not fused & found["hub"]
+
+
 def test_a_saved_folder_replaces_an_earlier_one(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path)

@@ -1051,3 +1051,18 @@ def test_load_into_module_takes_a_prefix_off_the_names_of_the_file(tmp_path):
         assert sorted(count.loaded) == ["1.bias", "1.weight"]
         assert "trained.model.1.weight" in asked
         assert count.missing == ()
+
+
+def test_load_state_dict_that_assigns_plain_tensors_keeps_buffers(tmp_path):
+    """docs/troubleshooting.md"""
+    original = nn.Sequential(nn.BatchNorm1d(3))
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(original)
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    module.load_state_dict(tensorizer.load_file(tmp_path / "m.tensors"), assign=True)
+    assert dict(module.named_buffers()).keys() == dict(original.named_buffers()).keys()
+    assert all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in module.parameters())
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    with open_bytes((tmp_path / "m.tensors").read_bytes()) as file:
+        module.load_state_dict(file, assign=True)
+    assert not dict(module.named_buffers())  # as in 2.12.1
