@@ -308,6 +308,44 @@ def test_two_sets_of_weights_of_an_adapter_are_refused_naming_both(tmp_path):
     assert_same_state(from_pretrained(None, adapter), adapted)
 
 
+def test_adapters_that_learn_prompts_load_as_peft_loads_them(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = tiny_models.llama()
+    base.save_pretrained(tmp_path / "base")
+    makes = {
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "projected prefix": lambda: peft.PrefixTuningConfig(
+            num_virtual_tokens=3, task_type="CAUSAL_LM", prefix_projection=True, encoder_hidden_size=8
+        ),
+        "p-tuning": lambda: peft.PromptEncoderConfig(
+            num_virtual_tokens=3, task_type="CAUSAL_LM", encoder_hidden_size=8
+        ),
+    }
+    for what, make in makes.items():
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(type(base).from_pretrained(tmp_path / "base"), make()).eval()
+        adapted.save_pretrained(tmp_path / what / "peft")
+        save_pretrained(adapted, tmp_path / what / "ours")
+        right = tiny_models.output_of(
+            peft.PeftModel.from_pretrained(
+                type(base).from_pretrained(tmp_path / "base"), str(tmp_path / what / "peft")
+            ).eval()
+        )
+        for form in ("peft", "ours"):
+            folder = tmp_path / what / form
+            assert torch.equal(tiny_models.output_of(from_pretrained(None, folder)), right), (what, form)
+            other = peft.get_peft_model(type(base).from_pretrained(tmp_path / "base"), make()).eval()
+            assert torch.equal(tiny_models.output_of(load_adapter(other, folder)), right), (what, form)
+    state = tensorizer.load_file(tmp_path / "prompt" / "ours" / "adapter_model.tensors")
+    tensorizer.save_file({**state, "surplus": torch.ones(2)}, tmp_path / "prompt" / "ours" / "adapter_model.tensors")
+    with pytest.raises(LoadError, match=r"unexpected \['surplus'\]"):
+        from_pretrained(None, tmp_path / "prompt" / "ours")
+    tensorizer.save_file({"surplus": torch.ones(2)}, tmp_path / "prefix" / "ours" / "adapter_model.tensors")
+    with pytest.raises(LoadError, match=r"missing \['prompt_embeddings'\]"):
+        from_pretrained(None, tmp_path / "prefix" / "ours")
+
+
 def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path, caplog):
     pytest.importorskip("peft", reason="peft is not installed")
     model = tiny_models.llama()

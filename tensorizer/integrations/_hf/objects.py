@@ -307,7 +307,9 @@ def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) ->
     state = weights.state_dict()
     wanted = set(get_peft_model_state_dict(model, adapter_name=name))
     result = set_peft_model_state_dict(model, state, adapter_name=name)
-    missing, unexpected = sorted(wanted - set(state)), list(getattr(result, "unexpected_keys", ()))
+    missing = sorted(wanted - set(state))
+    # Learned prompts go to their encoder, after load_state_dict has called them unexpected.
+    unexpected = [key for key in getattr(result, "unexpected_keys", ()) if key not in wanted]
     if options.strict and (missing or unexpected):
         raise LoadError(
             f"{weights.label}: the adapter does not fit {type(model).__name__}: missing {missing[:10]}, "
