@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from tensorizer.errors import LoadError
 from tensorizer.integrations.huggingface import from_pretrained, load_model, save_pretrained, serialize_model
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -111,3 +112,36 @@ def test_a_table_that_only_the_constructor_computes_is_kept(tmp_path):
     save_pretrained(model, tmp_path)
     loaded = from_pretrained(Own, tmp_path)
     assert differences(loaded, model) == []
+
+
+@pytest.mark.parametrize(
+    ("head", "base"),
+    [
+        ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"),
+        ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"),
+        ("AXK1ForCausalLM", "AXK1Model"),
+        ("MixtralForCausalLM", "MixtralModel"),
+    ],
+)
+def test_a_head_comes_and_goes_where_the_library_renames_what_it_loads(head, base, tmp_path):
+    if not hasattr(transformers, head):
+        pytest.skip(f"transformers {transformers.__version__} has no {head}")
+    whole = every_model.build(head)
+    assert whole is not None
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    inner = getattr(whole, whole.base_model_prefix)
+    assert type(inner).__name__ == base
+    for saved, wanted in ((whole, type(inner)), (inner, type(whole))):
+        folder = tmp_path / type(saved).__name__
+        saved.save_pretrained(folder / "library")
+        save_pretrained(saved, folder / "own names")
+        save_pretrained(saved, folder / "names of the library", names="library")
+        for form in ("library", "own names", "names of the library"):
+            loaded = from_pretrained(wanted, folder / form, strict=False)
+            found = loaded if isinstance(loaded, type(inner)) else getattr(loaded, loaded.base_model_prefix)
+            assert differences(found, inner) == [], (type(saved).__name__, form)
+            with pytest.raises(LoadError, match="lm_head") as caught:
+                from_pretrained(wanted, folder / form)
+            assert "visual" not in str(caught.value)

@@ -187,12 +187,35 @@ def _by_library(
         **keywords,
     }
     passed = {name: value for name, value in passed.items() if value is not None}
-    model, info = builder.from_pretrained(
-        None, config=config, state_dict=weights.state_dict(), output_loading_info=True, **passed
-    )
+    state = _under_names_of_files(weights.state_dict(), config, weights.folder)
+    model, info = builder.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **passed)
     if options.strict:
         _check(model, info, weights)
     return model, info
+
+
+def _under_names_of_files(state: dict[str, torch.Tensor], config: Any, folder: ModelFolder) -> dict[str, torch.Tensor]:
+    """The state dict as the library's own ``save_pretrained`` writes it, if it is that of the model.
+
+    From version 5 on the library keeps some models under other names than their files. It renames whatever it loads,
+    and makes wrong names of those that it would not have to change (Qwen2-VL, A.X-K1).
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return state
+    import transformers
+
+    values = folder.read_json(_CONFIG) or {}
+    names = values.get("architectures") or getattr(config, "architectures", None) or [None]
+    made = getattr(transformers, str(names[0]), None)
+    if not hasattr(made, "_from_config") or not isinstance(config, made.config_class):
+        return state
+    with torch.device("meta"):
+        model = made._from_config(copy.deepcopy(config))
+    if not state.keys() <= model.state_dict().keys():
+        return state
+    return dict(revert_weight_conversion(model, state))
 
 
 def _check(model: Any, info: dict[str, Any], weights: Weights) -> None:
