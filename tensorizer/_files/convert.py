@@ -132,7 +132,8 @@ def convert(
         What was done. The target has no signatures; a warning says so if the source has any.
 
     Raises:
-        UnsupportedContentError: The target's format cannot hold something; nothing was written.
+        UnsupportedContentError: The target's format cannot hold something, or `all_files` with a model that torchao has
+            quantised; nothing was written.
         StreamExistsError: Without `force`, the target exists, or the target of a file that would be copied.
         HashMismatchError: The source disagrees with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import sys
@@ -16,7 +17,7 @@ from tensorizer._io.sources import open_source
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import StreamExistsError
+from tensorizer.errors import StreamExistsError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
 _PIECE_NBYTES = 1 << 20
@@ -143,6 +144,7 @@ def copies_beside(
 
     Raises:
         StreamExistsError: One exists at the target, without ``force``.
+        UnsupportedContentError: The model is quantised by torchao.
         ValueError: The source is not a local path, or the target no path or URI.
     """
     for name, value in (("source", source), ("target", target)):
@@ -154,11 +156,36 @@ def copies_beside(
     folder = place.rpartition("/")[0] if "://" in place else os.path.dirname(os.path.abspath(place))
     with os.scandir(path if os.path.isdir(path) else os.path.dirname(path)) as entries:
         found = sorted(entry.path for entry in entries if entry.is_file() and not _is_left_out(entry.name))
+    _refuse_layouts_in_headers(found)
     pairs = [(file, f"{folder}/{os.path.basename(file)}") for file in found]
     pairs = [(file, copy) for file, copy in pairs if os.path.realpath(file) != os.path.realpath(copy)]
     for _, copy in pairs:
         check_target(copy, force, stream_options)
     return pairs
+
+
+def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
+    """Refuses a model of which the library finds the layout of its tensors only in the headers of its own files."""
+    config = next((file for file in files if os.path.basename(file) == "config.json"), None)
+    if config is None:
+        return
+    values: Any = None
+    with open(config, "rb") as stream, contextlib.suppress(ValueError):
+        values = json.load(stream)
+    if is_quantised_by_torchao(values):
+        raise UnsupportedContentError(
+            f"{config}: torchao, which has quantised this model, keeps the layout of its tensors in the headers of its "
+            ".safetensors files, so the library loads only a plain copy of the folder"
+        )
+
+
+def is_quantised_by_torchao(config: Any) -> bool:
+    """Whether the configuration of a model, as the library has it or as in its file, says so."""
+    quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
+    method = (
+        quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
+    )
+    return str(getattr(method, "value", method)) == "torchao"
 
 
 def _is_left_out(name: str) -> bool:

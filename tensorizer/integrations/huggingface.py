@@ -170,6 +170,7 @@ def from_pretrained(
             that only `allow_pickle` or `allow_plaintext_temp` would load; `mmap` with another device than the CPU or a
             device map, or of what is encrypted, pickled or not local; ``output_loading_info`` of something that has
             none.
+        UnsupportedContentError: A model quantised by ``torchao``, unless the library can read a local folder itself.
         VerificationError, CryptographyError, FormatError, OSError: The files, as for
             :class:`tensorizer.TensorDeserializer`.
     """

@@ -620,6 +620,41 @@ def test_a_generation_configuration_of_the_wrong_form_is_named(tmp_path):
             from_pretrained(None, tmp_path)
 
 
+def test_a_model_quantised_by_torchao_is_refused_before_its_weights_are_read(tmp_path):
+    tiny_models.llama().save_pretrained(tmp_path / "library")
+    config = tmp_path / "library" / "config.json"
+    quantised = {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **quantised}))
+    with pytest.raises(UnsupportedContentError, match=r"config\.json: torchao"):
+        tensorizer.convert(tmp_path / "library", f"{tmp_path / 'converted'}/", all_files=True)
+    assert not (tmp_path / "converted").exists()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text(config.read_text())
+    (tmp_path / "ours" / "model.tensors").write_bytes(b"")  # nobody reads it
+    key = DecryptionParams.from_key(EncryptionParams.random().key)
+    for form, options in (("ours", {}), ("library", {"verify": True}), ("library", {"encryption": key})):
+        with pytest.raises(UnsupportedContentError, match="quantised by torchao"):
+            from_pretrained(None, tmp_path / form, **options)
+    with serve_folder(tmp_path / "library") as url, pytest.raises(UnsupportedContentError, match="local folder"):
+        from_pretrained(None, url)
+
+
+def test_a_local_folder_that_torchao_has_quantised_is_loaded_by_the_library(tmp_path):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    tiny_models.llama(hidden_size=64, intermediate_size=64).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    kind = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    quantised = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=kind)
+    quantised.save_pretrained(tmp_path / "one")
+    quantised.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    right = tiny_models.output_of(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "one"))
+    for form in ("one", "shards"):
+        model = from_pretrained(None, tmp_path / form)
+        assert torch.equal(tiny_models.output_of(model), right), form
+        assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
+        with pytest.raises(UnsupportedContentError, match="torchao"):
+            save_pretrained(model, tmp_path / "ours")
+
+
 def test_a_compiled_model_is_saved_as_the_model_that_was_compiled(tmp_path):
     model = tiny_models.llama()
     whole, parts = torch.compile(model), tiny_models.llama()

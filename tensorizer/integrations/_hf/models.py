@@ -9,20 +9,26 @@ import collections
 import contextlib
 import copy
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tensorizer._files.copy import is_quantised_by_torchao
 from tensorizer._files.names import flat_names
 from tensorizer._format.dtypes import CASTABLE, known_dtype, torch_dtype
+from tensorizer._io.access import Trust
+from tensorizer._io.uri import local_path
 from tensorizer._load.arguments import meant_dtype, named_dtype
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport
+from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.integrations._hf.weights import Weights, find_weights
 from tensorizer.utils import no_init_or_tensor
@@ -51,11 +57,14 @@ def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any
     config, keywords = find_config(cls, folder, options)
     builder = model_class_of(cls, config, folder, options)
     weights = find_weights(folder, "model", options)
+    own_file = None
+    if is_quantised_by_torchao(config):
+        own_file = own_file_of_library(weights)
     model: Any = None
     if _may_be_filled(config, options, keywords):
         model, info = _filled(builder, config, weights, options, keywords)
     if model is None:
-        model, info = _by_library(builder, config, weights, options, keywords)
+        model, info = _by_library(builder, config, weights, options, keywords, own_file)
     if hasattr(model, "can_generate") and model.can_generate() and folder.read_json(_GENERATION) is not None:
         from transformers import GenerationConfig
 
@@ -172,10 +181,34 @@ def _nothing_wrong() -> dict[str, Any]:
     return {"missing_keys": empty(), "unexpected_keys": empty(), "mismatched_keys": empty(), "error_msgs": []}
 
 
+def own_file_of_library(weights: Weights) -> Path:
+    """The local file or index that the library has to read itself: the layout of tensors is in the headers of files.
+
+    Raises:
+        UnsupportedContentError: The weights are in another place or format, or were to be checked or decrypted.
+    """
+    options, folder = weights.options, weights.folder
+    path = None if weights.pickled else local_path(weights.source)
+    trust = Trust.of(options.public_key, None, options.require_authenticated)
+    asked = options.verify or options.encryption is not None or trust.required
+    usual = re.fullmatch(r"model(\.[\w.-]+)?\.safetensors(\.index(\.[\w.-]+)?\.json)?", os.path.basename(path or ""))
+    if usual and not asked:
+        return Path(str(path))
+    raise UnsupportedContentError(
+        f"{folder.label}: quantised by torchao, so the library has to read model.safetensors of a local folder itself, "
+        f"without verify=, encryption=, public_key= and require_authenticated=; found {weights.label}"
+    )
+
+
 def _by_library(
-    builder: Any, config: Any, weights: Weights, options: LoadOptions, keywords: dict[str, Any]
+    builder: Any,
+    config: Any,
+    weights: Weights,
+    options: LoadOptions,
+    keywords: dict[str, Any],
+    own_file: Optional[Path] = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The library's model: it renames, converts, quantises and places what is in a state dict."""
+    """The library's model: it renames, converts, quantises and places what is in a state dict, or in a file of its."""
     builder = _concrete(builder, config)
     device_map = options.device_map
     if device_map is None and options.device.type != "cpu":
@@ -187,8 +220,12 @@ def _by_library(
         **keywords,
     }
     passed = {name: value for name, value in passed.items() if value is not None}
-    state = _under_names_of_files(weights.state_dict(), config, weights.folder)
-    model, info = builder.from_pretrained(None, config=config, state_dict=state, output_loading_info=True, **passed)
+    if own_file is None:
+        passed["state_dict"] = _under_names_of_files(weights.state_dict(), config, weights.folder)
+    else:
+        passed.update(use_safetensors=True, local_files_only=True, variant=options.variant)
+    source = None if own_file is None else str(own_file.parent)
+    model, info = builder.from_pretrained(source, config=config, output_loading_info=True, **passed)
     if options.strict:
         _check(model, info, weights)
     return model, info

@@ -11,10 +11,11 @@ from typing import Any, Optional
 
 import torch
 
+from tensorizer._files.copy import is_quantised_by_torchao
 from tensorizer._format.dtypes import CASTABLE
 from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import LoadError
+from tensorizer.errors import LoadError, UnsupportedContentError
 from tensorizer.integrations._hf import models
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder, small_files
 from tensorizer.integrations._hf.weights import Weights, find_weights, private_folder, write_safetensors
@@ -65,6 +66,11 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
     values = folder.read_json("config.json")
     if values is None:
         raise FileNotFoundError(f"{folder.label}: wanted config.json in it")
+    if is_quantised_by_torchao(values):
+        raise UnsupportedContentError(
+            f"{folder.label}: quantised by torchao, whose layout of tensors only diffusers knows: load it with the "
+            "library's own from_pretrained"
+        )
     if cls is None:
         name = values.get("_class_name")
         cls = options.model_class or getattr(diffusers, str(name), None)

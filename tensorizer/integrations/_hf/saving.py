@@ -21,7 +21,7 @@ from tensorizer._files.contents import (
     module_contents,
     state_dict_contents,
 )
-from tensorizer._files.copy import other_forms, remove_files, safetensors_beside
+from tensorizer._files.copy import is_quantised_by_torchao, other_forms, remove_files, safetensors_beside
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._io.access import Access
 from tensorizer._io.forms import origin_in, origin_text
@@ -256,8 +256,7 @@ def _config_to_save(model: Any) -> Any:
 
 
 def _check_quantiser(model: Any) -> None:
-    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
-    if str(getattr(method, "value", method)) == "torchao":
+    if is_quantised_by_torchao(model.config):
         raise UnsupportedContentError(
             "torchao keeps the layout of its tensors in the metadata of .safetensors files; save this model with its "
             "own save_pretrained"
