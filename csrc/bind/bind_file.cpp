@@ -85,20 +85,18 @@ void register_file(py::module_& m) {
   py::class_<FileSink, io::RangeSink, std::shared_ptr<FileSink>>(m, "FileSink")
       .def_static(
           "replace",
-          [](const std::string& target, bool fsync, const std::optional<Access>& access,
-             bool in_order) {
-            FileSink::PathOptions options{.fsync = fsync, .in_order = in_order};
+          [](const std::string& target, bool fsync, const std::optional<Access>& access) {
+            FileSink::PathOptions options{.fsync = fsync};
             if (access) options.access = file_access(*access);
             return FileSink::replace(target, options);
           },
-          py::arg("target"), py::arg("fsync"), py::arg("access") = py::none(),
-          py::arg("in_order") = false, Unlocked())
+          py::arg("target"), py::arg("fsync"), py::arg("access") = py::none(), Unlocked())
       .def_static(
           "in_place",
           [](const std::string& target, bool fsync, bool in_order) {
             return FileSink::in_place(target, {.fsync = fsync, .in_order = in_order});
           },
-          py::arg("target"), py::arg("fsync"), py::arg("in_order") = false, Unlocked())
+          py::arg("target"), py::arg("fsync"), py::arg("in_order"), Unlocked())
       .def_property_readonly("has_mode", &FileSink::has_mode)
       .def_static(
           "overwrite",

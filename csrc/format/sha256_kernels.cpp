@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <ctime>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <new>
 
 namespace tensorizer::format {
 namespace {
@@ -64,19 +67,17 @@ double time_of(const Sha256Kernel::Width& width, std::span<const std::byte> byte
 }
 
 // The kernel with both ways, as it is fastest on this processor.
-Sha256Kernel measured_kernel() noexcept {
-  static std::vector<Sha256Kernel::Width> widths;
+struct Measured {
   Sha256Kernel kernel = kKernels[0];
-  try {
-    const std::vector<std::byte> bytes(size_t{64} << 10);
-    widths = widths_for({.pair = time_of(kBothWidths[2], bytes),
-                         .eight = time_of(kBothWidths[1], bytes),
-                         .sixteen = time_of(kBothWidths[0], bytes)});
+  std::vector<Sha256Kernel::Width> widths;
+
+  explicit Measured(std::span<const std::byte> bytes)
+      : widths(widths_for({.pair = time_of(kBothWidths[2], bytes),
+                           .eight = time_of(kBothWidths[1], bytes),
+                           .sixteen = time_of(kBothWidths[0], bytes)})) {
     kernel.widths = widths;
-  } catch (...) {  // no memory: as elsewhere
   }
-  return kernel;
-}
+};
 
 }  // namespace
 
@@ -107,13 +108,24 @@ std::vector<Sha256Kernel::Width> widths_for(const Sha256Times& times) {
   return widths;
 }
 
+// Without a lock, which a forked child could find taken: threads that come first may each measure.
 const Sha256Kernel& sha256_kernel_here() noexcept {
-  static const Sha256Kernel found = [] {
-    const Sha256Kernel& first =
-        *std::ranges::find_if(kKernels, [](const Sha256Kernel& kernel) { return kernel.usable(); });
-    return &first == &kKernels[0] ? measured_kernel() : first;
-  }();
-  return found;
+  static constinit std::atomic<const Sha256Kernel*> chosen{nullptr};
+  if (const Sha256Kernel* const here = chosen.load(std::memory_order_acquire)) return *here;
+  const Sha256Kernel* here =
+      std::ranges::find_if(kKernels, [](const Sha256Kernel& kernel) { return kernel.usable(); });
+  std::unique_ptr<Measured> measured;
+  if (here == &kKernels[0]) {
+    try {
+      measured = std::make_unique<Measured>(std::vector<std::byte>(size_t{64} << 10));
+      here = &measured->kernel;
+    } catch (const std::bad_alloc&) {  // no memory: as on most processors
+    }
+  }
+  const Sha256Kernel* others = nullptr;
+  if (!chosen.compare_exchange_strong(others, here, std::memory_order_acq_rel)) return *others;
+  static_cast<void>(measured.release());  // never destroyed
+  return *here;
 }
 
 void absorb_all(const Sha256Kernel& kernel, std::span<BlockRun> runs) noexcept {

@@ -93,14 +93,14 @@ def place_of_new_file(file_obj: Any) -> Optional[tuple[str, Optional[FileAccess]
 def _open_path(path: str, fsync: bool) -> OpenedSink:
     place = _place_of(path)
     with stream_errors():
-        in_order = not _traits_of(os.path.dirname(_without_links(path))).any_order
         if place is not None:
             target, access = place
-            sink = _C.FileSink.replace(os.fsencode(target), fsync, access, in_order)
+            sink = _C.FileSink.replace(os.fsencode(target), fsync, access)
             if not sink.has_mode:
                 _say_without_mode(target)
             return OpenedSink(sink, 0)
         if os.path.isfile(path) or not os.path.exists(path):
+            in_order = not _traits_of(os.path.dirname(_without_links(path))).any_order
             return OpenedSink(_C.FileSink.in_place(os.fsencode(path), fsync, in_order), 0)
         return _open_object(open(path, "rb+"))  # devices are written to, not replaced
 
@@ -110,7 +110,7 @@ def _say_without_mode(target: str) -> None:
 
 
 class _FolderTraits(NamedTuple):
-    """What a file system allows: a new file that takes a name when it is complete; bytes in any order."""
+    """What a folder allows: a new file that takes a name when it is complete; bytes in any order."""
 
     renames: bool
     any_order: bool

@@ -410,6 +410,7 @@ with TensorSerializer("one.tensors", hashes=None) as file:
 TensorDeserializer("one.tensors", device="cpu", verify_hash=False).close()
 tensorizer.convert("m.safetensors", "copy.safetensors")
 check("copy.safetensors")
+through_checkpoint(".", hashes=None)
 
 from tensorizer import EncryptionParams
 for options in ({}, {"hashes": "crc32"}, {"hashes": None, "encryption": EncryptionParams.random()}):
@@ -435,7 +436,7 @@ except tensorizer.StreamError as error:
     assert "front to back" in str(error)
 found = set(os.listdir())
 assert {"m.tensors", "m.safetensors", "copy.safetensors", "one.tensors"} <= found and "refused.tensors" not in found
-assert not [name for name in found if name.startswith(".")], found
+assert [name for name in found if name.startswith(".")] == [".metadata"], found
 """
         run_doors(program, folder)
 

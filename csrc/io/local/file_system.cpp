@@ -2,47 +2,48 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <random>
-#include <set>
 #include <string>
 #include <string_view>
 
-#include "core/sync.h"
+#include "io/local/file_calls.h"
 
 namespace tensorizer::io {
 namespace {
 
-// Devices on which everything is possible, so that each is tried once.
-class KnownDevices {
- public:
-  static KnownDevices& instance() {
-    static auto* const known = new KnownDevices;
-    return *known;
-  }
-  bool has(dev_t device) {
-    MutexLock lock(mutex_);
-    return devices_.contains(device);
-  }
-  void add(dev_t device) {
-    MutexLock lock(mutex_);
-    devices_.insert(device);
-  }
+// Devices on which everything is possible, so that each is tried once. Without a lock, which a
+// forked child could find taken; beyond so many they are tried every time.
+constinit std::array<std::atomic<dev_t>, 64> known_devices{};
 
- private:
-  Mutex mutex_;
-  std::set<dev_t> devices_ GUARDED_BY(mutex_);
-};
+bool is_known(dev_t device) noexcept {
+  return std::ranges::any_of(known_devices,
+                             [&](const std::atomic<dev_t>& known) { return known == device; });
+}
+
+void make_known(dev_t device) noexcept {
+  for (std::atomic<dev_t>& known : known_devices) {
+    dev_t none = 0;
+    if (known.compare_exchange_strong(none, device) || none == device) return;
+  }
+}
 
 // A write behind a hole; whoever takes bytes from front to back refuses it.
 bool takes_any_order(int fd) noexcept {
-  constexpr off_t kBehindAHole = 4096;
-  if (pwrite(fd, "", 1, kBehindAHole) == 1) return true;
+  constexpr uint64_t kBehindAHole = 4096;
+  std::byte one{};
+  const iovec vector{&one, 1};
+  if (FileCalls::system().write(fd, &vector, 1, kBehindAHole) == 1) return true;
   return errno != EINVAL && errno != ESPIPE && errno != EOPNOTSUPP && errno != ENOSYS &&
          errno != EPERM;
 }
@@ -62,15 +63,13 @@ FolderTraits try_folder(const std::string& folder) {
   UniqueFd fd(::open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (!fd) return traits;
   traits.any_order = takes_any_order(fd.get());
-  const std::string other = probe_name(folder);
-  // Where bytes come from front to back the file appears whole when it is closed, and a name is
-  // given by a copy, if at all.
-  if (!traits.any_order) {
-    traits.renames = false;
-  } else if (::rename(name.c_str(), other.c_str()) == 0) {
-    name = other;
-  } else {
-    traits.renames = !gives_no_names(errno);
+  if (traits.any_order) {
+    const std::string other = probe_name(folder);
+    if (::rename(name.c_str(), other.c_str()) == 0) {
+      name = other;
+    } else {
+      traits.renames = !gives_no_names(errno);
+    }
   }
   fd.reset();
   ::unlink(name.c_str());
@@ -96,7 +95,7 @@ FolderTraits folder_traits(const std::string& folder) {
   const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   struct stat info{};
   if (!fd || fstat(fd.get(), &info) != 0) return {};
-  if (KnownDevices::instance().has(info.st_dev)) return {};
+  if (is_known(info.st_dev)) return {};
   const char* const kind = network_file_system(fd.get());
   FolderTraits traits;
   if (kind == nullptr || std::string_view(kind) == "FUSE" || std::string_view(kind) == "unknown") {
@@ -107,7 +106,10 @@ FolderTraits folder_traits(const std::string& folder) {
       traits = try_folder(folder);
     }
   }
-  if (traits.renames && traits.any_order) KnownDevices::instance().add(info.st_dev);
+  // A file that is written from front to back appears when it is closed, and gets another name by a
+  // copy, if at all.
+  traits.renames = traits.renames && traits.any_order;
+  if (traits.renames) make_known(info.st_dev);
   return traits;
 }
 

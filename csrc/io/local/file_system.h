@@ -20,7 +20,7 @@ bool is_mount_point(const std::string& path) noexcept;
 
 // What can be done with new files in a folder.
 struct FolderTraits {
-  bool renames = true;    // one can take the name of another
+  bool renames = true;    // one that is complete can take the name of another
   bool any_order = true;  // bytes are taken in any order; else, only from front to back
 };
 
