@@ -174,7 +174,7 @@ def save_folder(
 
 
 def _save_module(module: torch.nn.Module, tokenizer: Any, where: SavedFolder) -> None:
-    where.write_model(getattr(module, "_orig_mod", module), "", "model", {})  # the one that torch.compile wraps
+    where.write_model(unwrapped(module), "", "model", {})
     if tokenizer is not None:
         tokenizer.save_pretrained(str(where.staging))
     where.finish()
