@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Optional, TypeVar, Union
 
 from tensorizer import _C
+from tensorizer._system import locks
 from tensorizer._system.config import env_text
 from tensorizer.errors import CryptographyError as CryptographyError  # 2.12.1 has it here, too
 
@@ -56,7 +57,7 @@ _SALT_NBYTES = 16
 class Provided:
     """A key that somebody else hands out: asked for when first needed, once, whichever thread needs it first."""
 
-    __slots__ = ("_lock", "_secret", "provider")
+    __slots__ = ("__weakref__", "_lock", "_secret", "provider")
 
     def __init__(self, provider: Callable[[], BytesLike]) -> None:
         if not callable(provider):
@@ -64,6 +65,7 @@ class Provided:
         self.provider = provider
         self._secret: Optional[_C.SecretKey] = None
         self._lock = threading.Lock()
+        locks.makers[self] = threading.Lock
 
     def secret(self) -> _C.SecretKey:
         with self._lock:

@@ -1,11 +1,13 @@
 // std::mutex with clang's thread-safety annotations: members marked GUARDED_BY are checked by
-// -Wthread-safety.
+// -Wthread-safety. A forked child finds every lock free, and every condition without waiters.
 #pragma once
 
 #include <condition_variable>
 #include <mutex>
 #include <stop_token>
 #include <utility>
+
+#include "core/fork.h"
 
 #if defined(__clang__)
 #define TZR_TSA(x) __attribute__((x))
@@ -19,11 +21,14 @@ namespace tensorizer {
 
 class TZR_TSA(capability("mutex")) Mutex {
  public:
-  void lock() TZR_TSA(acquire_capability()) { mutex_.lock(); }
-  void unlock() TZR_TSA(release_capability()) { mutex_.unlock(); }
+  void lock() TZR_TSA(acquire_capability()) { mutex_->lock(); }
+  void unlock() TZR_TSA(release_capability()) {
+    // Who held it when it forked gives nothing back in the child.
+    if (std::mutex* mutex = mutex_.current()) mutex->unlock();
+  }
 
  private:
-  std::mutex mutex_;
+  FreshInChild<std::mutex> mutex_;
 };
 
 class TZR_TSA(scoped_lockable) MutexLock {
@@ -42,24 +47,24 @@ class TZR_TSA(scoped_lockable) MutexLock {
 // Waits on a Mutex held by a MutexLock; every wait also ends when the stop token asks for it.
 class CondVar {
  public:
-  void notify_one() noexcept { cv_.notify_one(); }
-  void notify_all() noexcept { cv_.notify_all(); }
+  void notify_one() noexcept { cv_->notify_one(); }
+  void notify_all() noexcept { cv_->notify_all(); }
 
   // REQUIRES: mutex is held. Returns false if the stop came before the predicate held.
   template <class Predicate>
   bool wait(Mutex& mutex, std::stop_token stop, Predicate predicate) REQUIRES_LOCK(mutex) {
-    return cv_.wait(mutex, std::move(stop), predicate);
+    return cv_->wait(mutex, std::move(stop), predicate);
   }
   // The same with a deadline; false on stop or timeout with the predicate still unmet.
   template <class Predicate, class Clock, class Duration>
   bool wait_until(Mutex& mutex, std::stop_token stop,
                   std::chrono::time_point<Clock, Duration> deadline, Predicate predicate)
       REQUIRES_LOCK(mutex) {
-    return cv_.wait_until(mutex, std::move(stop), deadline, predicate);
+    return cv_->wait_until(mutex, std::move(stop), deadline, predicate);
   }
 
  private:
-  std::condition_variable_any cv_;
+  FreshInChild<std::condition_variable_any> cv_;
 };
 
 }  // namespace tensorizer

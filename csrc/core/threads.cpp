@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <fstream>
 #include <optional>
@@ -70,13 +71,16 @@ unsigned measure() {
 }  // namespace
 
 unsigned cpu_quota() noexcept {
-  static const unsigned cpus = [] {
-    try {
-      return measure();
-    } catch (...) {
-      return 1U;
-    }
-  }();
+  // No static that others wait for while it is made: a forked child would wait for ever.
+  static constinit std::atomic<unsigned> known{0};
+  unsigned cpus = known.load(std::memory_order_relaxed);
+  if (cpus > 0) return cpus;
+  try {
+    cpus = measure();
+  } catch (...) {
+    cpus = 1;
+  }
+  known.store(cpus, std::memory_order_relaxed);
   return cpus;
 }
 

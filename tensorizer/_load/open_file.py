@@ -41,7 +41,7 @@ from tensorizer._load.reader import (
     open_reader,
     tensor_error,
 )
-from tensorizer._system import perf
+from tensorizer._system import locks, perf
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -132,6 +132,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         self._ahead = _ReadAhead(self.index, self.selection) if self.network else None
         self._waiting: dict[int, torch.Tensor] = {}  # what was read ahead for `read_one`
         self._lock = threading.Lock()
+        locks.makers[self] = threading.Lock
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

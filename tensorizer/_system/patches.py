@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Optional, TypeVar, cast
 
+from tensorizer._system import locks
+
 _Value = TypeVar("_Value")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Make = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -28,6 +30,7 @@ class CountedPatch(contextlib.AbstractContextManager[None]):
         self._undo = contextlib.ExitStack()
         self._blocks = 0
         self._lock = threading.RLock()
+        locks.makers[self] = threading.RLock
 
     def __enter__(self) -> None:
         with self._lock:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
+from tensorizer._system import locks
 from tensorizer._system.config import env_text
 
 #: Whether counting was on when the package was imported.
 enabled: bool = env_text("TENSORIZER_ENABLE_PERF_STATS") is not None
 
 _lock = threading.Lock()
+locks.makers[sys.modules[__name__]] = threading.Lock
 _totals: dict[str, float] = {
     "tensor_to_device_secs": 0.0,
     "tensor_to_device_bytes": 0,

@@ -23,6 +23,7 @@ from tensorizer._files.contents import not_storable
 from tensorizer._files.copy import remove_files
 from tensorizer._io.uri import check_is_path, scheme_of
 from tensorizer._save.records import place_of
+from tensorizer._system import locks
 from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
@@ -110,7 +111,9 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._thread = ThreadPoolExecutor(1, "tensorizer-lightning") if async_save else None
         self._async_save = async_save
         self._pending: Optional[Future[None]] = None
+        self._process = os.getpid()
         self._lock = threading.Lock()
+        locks.makers[self] = threading.Lock
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles the plugin for ranks that are spawned, without what belongs to this process."""
@@ -120,6 +123,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
+        locks.makers[self] = threading.Lock
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Union[str, os.PathLike[str]], storage_options: Optional[Any] = None
@@ -252,13 +256,20 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
 
     def teardown(self) -> None:
         """Waits for a save in the background, and raises its error."""
+        self._leave_to_parent()
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(wait=True)
         self._wait()
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: thread and save are the parent's, which alone can wait for them."""
+        if self._process != os.getpid():
+            self._process, self._thread, self._pending = os.getpid(), None, None
+
     def _wait(self) -> None:
+        self._leave_to_parent()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import pickle
+import signal
 import threading
 from pathlib import Path
 
@@ -155,6 +156,27 @@ def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_nex
     plugin.save_checkpoint({"w": weight}, tmp_path / "c.ckpt")
     plugin.teardown()
     assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_leaves_a_background_save_to_its_parent_and_saves_by_itself(tmp_path, monkeypatch):
+    plugin = TensorizerCheckpointIO(async_save=True)
+    go_on, write = threading.Event(), plugin._write
+    monkeypatch.setattr(plugin, "_write", lambda *arguments: go_on.wait(60) and write(*arguments))
+    plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(50)
+        go_on.set()
+        plugin.save_checkpoint({"w": torch.ones(5)}, tmp_path / "b.ckpt")
+        plugin.teardown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    plugin.teardown()
+    found = [float(plugin.load_checkpoint(tmp_path / name)["w"].sum()) for name in ("a.ckpt", "b.ckpt")]
+    assert found == [3, 5]
 
 
 def test_a_checkpoint_can_be_linked_to_before_its_background_save_is_done(tmp_path, monkeypatch):

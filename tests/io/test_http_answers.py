@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import threading
+import time
 
 import pytest
 from http_tools import (
@@ -338,3 +340,24 @@ def test_a_forked_child_starts_a_pass_of_its_own_and_the_parents_goes_on(etag):
         os.close(reader)
         assert source.read(10_000_000, 9_000_000) == content[10_000_000:19_000_000]
         assert len(server.requests) == (1 if etag is None else 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_that_is_forked_in_the_middle_of_a_pass_starts_one_of_its_own():
+    content = random_bytes(2_000_000)
+    stalls = Reply(ignore_range=True, stall_after=500_000)
+    with FaultyServer(content, [stalls], default=Reply(ignore_range=True)) as server, within(60):
+        source = open_faulty(server, stall_timeout=5.0)
+        results = []
+        thread = threading.Thread(target=lambda: results.append(source.read(100_000, 1_500_000)))
+        thread.start()
+        while source.bytes_read < 400_000:
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(40)
+            os._exit(source.read(100_000, 1_500_000) != content[100_000:1_600_000])
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        assert results == [content[100_000:1_600_000]]

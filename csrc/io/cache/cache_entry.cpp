@@ -103,6 +103,12 @@ std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes) {
   return is_absent || has_copy(entry->folder_.get(), nbytes) ? entry : nullptr;
 }
 
+CacheEntry::~CacheEntry() {
+  if (!lock_ || made_in_ != fork_generation()) return;
+  end_copy();
+  leave();
+}
+
 UniqueFd CacheEntry::open_copy() const {
   UniqueFd fd = open_file(folder_.get(), "data", O_RDONLY);
   if (!fd && errno != ENOENT) throw_errno("cannot open", "data", errno);

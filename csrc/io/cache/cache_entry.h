@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "core/fork.h"
 #include "core/unique_fd.h"
 
 namespace tensorizer::io {
@@ -30,6 +31,8 @@ class CacheEntry {
   // Whether a folder has all bytes of an object of this size.
   static bool has_copy(int folder, uint64_t nbytes) noexcept;
 
+  // Gives the locks back by a call: a child that was forked meanwhile has the descriptor, too.
+  ~CacheEntry();
   CacheEntry(const CacheEntry&) = delete;
   CacheEntry& operator=(const CacheEntry&) = delete;
 
@@ -54,6 +57,7 @@ class CacheEntry {
   CacheEntry() = default;
 
   UniqueFd folder_, lock_;
+  const uint64_t made_in_ = fork_generation();
 };
 
 }  // namespace tensorizer::io

@@ -121,18 +121,33 @@ std::string read_small(int folder, const char* name) {
   return text;
 }
 
-// flock() of the user's lock file, held until it is destroyed.
-UniqueFd lock_user(int user) {
-  UniqueFd fd(openat(user, "lock", O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
-  if (!fd || fchmod(fd.get(), 0600) != 0) throw_errno("cannot open", "lock", errno);
-  // Not without end: the one who holds it may be stopped.
-  for (int tries = 0; flock(fd.get(), LOCK_EX | LOCK_NB) != 0; ++tries) {
-    if (errno != EWOULDBLOCK && errno != EINTR) throw_errno("cannot lock", "lock", errno);
-    if (tries == kLockTries) return {};
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+// flock() of the user's lock file, until it is destroyed.
+class UserLock {
+ public:
+  explicit UserLock(int user)
+      : fd_(openat(user, "lock", O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600)) {
+    if (!fd_ || fchmod(fd_.get(), 0600) != 0) throw_errno("cannot open", "lock", errno);
+    // Not without end: the one who holds it may be stopped.
+    for (int tries = 0; flock(fd_.get(), LOCK_EX | LOCK_NB) != 0; ++tries) {
+      if (errno != EWOULDBLOCK && errno != EINTR) throw_errno("cannot lock", "lock", errno);
+      if (tries == kLockTries) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    is_held_ = true;
   }
-  return fd;
-}
+  // By a call: a child that was forked meanwhile has the descriptor, too.
+  ~UserLock() {
+    if (is_held_) flock(fd_.get(), LOCK_UN);
+  }
+  UserLock(const UserLock&) = delete;
+  UserLock& operator=(const UserLock&) = delete;
+
+  bool is_held() const noexcept { return is_held_; }
+
+ private:
+  const UniqueFd fd_;
+  bool is_held_ = false;
+};
 
 }  // namespace
 
@@ -298,8 +313,8 @@ bool CacheFolder::has_copy(const std::string& location, const std::string& versi
 }
 
 bool CacheFolder::make_room(uint64_t nbytes, const CacheLimits& limits) {
-  const UniqueFd held = lock_user(user_.get());
-  if (!held) return false;
+  const UserLock lock(user_.get());
+  if (!lock.is_held()) return false;
   sweep();
   uint64_t used = 0;
   const auto fits = [&](uint64_t removed) {

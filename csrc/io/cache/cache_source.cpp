@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -39,8 +38,7 @@ CacheSource::CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
     : folder_(std::move(folder)),
       key_(std::move(key)),
       network_(std::move(network)),
-      name_(std::move(name)),
-      process_(getpid()) {}
+      name_(std::move(name)) {}
 
 std::shared_ptr<CacheSource> CacheSource::open(std::shared_ptr<CacheFolder> folder, CacheKey key,
                                                std::shared_ptr<RangeSource> network,
@@ -76,7 +74,7 @@ void CacheSource::check_descriptors() {
 
 CacheSource::~CacheSource() { rest(); }
 
-bool CacheSource::belongs_to_this_process() const noexcept { return getpid() == process_; }
+bool CacheSource::belongs_to_this_process() const noexcept { return fork_generation() == made_in_; }
 
 std::shared_ptr<FileSource> CacheSource::disk() const {
   MutexLock lock(mutex_);

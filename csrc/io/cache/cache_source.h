@@ -8,13 +8,12 @@
 // copy.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
 
+#include "core/fork.h"
 #include "core/sync.h"
 #include "io/cache/cache_copy.h"
 #include "io/local/file_source.h"
@@ -87,7 +86,7 @@ class CacheSource final : public RangeSource {
   const CacheKey key_;
   const std::shared_ptr<RangeSource> network_;  // nullptr: offline
   const std::string name_;
-  const pid_t process_;
+  const uint64_t made_in_ = fork_generation();
   bool was_complete_ = false;
   std::atomic<bool> has_begun_{false};  // a load of the whole object
   std::atomic<bool> patient_{false};

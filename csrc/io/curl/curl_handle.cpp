@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <mutex>
 #include <new>
@@ -21,12 +22,19 @@ namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{100};
 
+// Held across a fork: no child finds libcurl half initialised.
+constinit std::mutex initialising;
+[[maybe_unused]] const int holding = pthread_atfork(
+    [] { initialising.lock(); }, [] { initialising.unlock(); }, [] { initialising.unlock(); });
+
 void initialise_curl() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
-      throw Error(Errc::io, "libcurl could not be initialised");
-  });
+  static constinit std::atomic<bool> done{false};
+  if (done.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(initialising);
+  if (done.load(std::memory_order_relaxed)) return;
+  if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
+    throw Error(Errc::io, "libcurl could not be initialised");
+  done.store(true, std::memory_order_release);
 }
 
 sigset_t sigpipe_set() noexcept {

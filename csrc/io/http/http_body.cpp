@@ -92,8 +92,7 @@ void HttpBody::advance(const ResourceIdentity& known, uint64_t offset,
                        const std::stop_token& stop) {
   HttpClient::Permit permit = client_.enter(stop);
   try {
-    const bool is_foreign = connection_ && !connection_->is_of_this_process();
-    if (!exchange_ || offset < position_ || is_foreign) restart(permit, known, deadline, stop);
+    if (!exchange_ || offset < position_) restart(permit, known, deadline, stop);
     receive(offset, slices, deadline, stop);
     if (known.size && received(offset) < total_nbytes(slices))
       throw HttpFailure{Errc::io,

@@ -3,8 +3,7 @@
 //
 // Reads go forward, skipping what nobody asked for. One that goes back, or finds that the body
 // broke off, starts again from byte 0, but only where ETag, or date and size, prove that it is the
-// same object. A child that was forked leaves the body to its parent and starts one of its own.
-// Confined to one thread at a time.
+// same object. Confined to one thread at a time.
 #pragma once
 
 #include <cstdint>

@@ -85,12 +85,12 @@ HttpEndpoint::SharedTarget HttpEndpoint::target(const std::stop_token& stop) {
   bool headers_due = false;
   {
     MutexLock lock(mutex_);
-    if (!renewed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !renewing_; }))
+    if (!renewed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !*renewing_; }))
       throw Error(Errc::cancelled, "cancelled");
     url_due = url_is_due();
     headers_due = headers_are_due();
     if (!url_due && !headers_due) return current();
-    renewing_ = true;
+    *renewing_ = true;
   }
   // Outside the lock: both may need the interpreter.
   std::exception_ptr error;
@@ -103,7 +103,7 @@ HttpEndpoint::SharedTarget HttpEndpoint::target(const std::stop_token& stop) {
     error = std::current_exception();
   }
   MutexLock lock(mutex_);
-  renewing_ = false;
+  *renewing_ = false;
   renewed_.notify_all();
   if (error && !worked_ && !answered_) std::rethrow_exception(error);
   if (error) throw not_renewed(error);

@@ -84,7 +84,7 @@ class HttpEndpoint {
   std::chrono::steady_clock::time_point renewed_at_ GUARDED_BY(mutex_);
   std::shared_ptr<const HttpHeaderList> headers_ GUARDED_BY(mutex_);  // nullptr: to be asked for
   std::chrono::steady_clock::time_point headers_at_ GUARDED_BY(mutex_);
-  bool renewing_ GUARDED_BY(mutex_) = false;
+  FreshInChild<bool> renewing_ GUARDED_BY(mutex_);
   bool worked_ GUARDED_BY(mutex_) = false;    // renew() and the provider have given something
   bool answered_ GUARDED_BY(mutex_) = false;  // a server has accepted a request
   uint64_t generation_ GUARDED_BY(mutex_) = 0;

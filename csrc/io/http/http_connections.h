@@ -90,11 +90,12 @@ class HttpPermit {
   ConnectionCount::TimePoint begun() const noexcept { return begun_; }
   // Others may send a request; the carrier stays.
   void leave() noexcept;
-  // False in a child that was forked.
-  bool is_of_this_process() const noexcept;
 
  private:
   friend class HttpPool;
+
+  // False in a child that was forked.
+  bool is_of_this_process() const noexcept;
 
   HttpPool& pool_;
   const HttpConnections& user_;

@@ -49,7 +49,7 @@ void HttpSource::open_first(const std::stop_token& stop) {
   if (!has_ranges_ && !broke) {
     if (!body->ended()) {
       MutexLock lock(sequential_mutex_);
-      sequential_ = std::move(body);
+      *sequential_ = std::move(body);
     } else if (!identity_.size) {
       note_end(begin_ + received);
       head_.resize(received);
@@ -238,8 +238,9 @@ uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
     received = range.run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
-    if (!sequential_) sequential_ = std::make_unique<HttpBody>(client_);
-    received = sequential_->read_at(identity_, offset, slices, stop, earlier);
+    std::unique_ptr<HttpBody>& body = *sequential_;
+    if (!body) body = std::make_unique<HttpBody>(client_);
+    received = body->read_at(identity_, offset, slices, stop, earlier);
   }
   if (received < total_nbytes(slices)) note_end(offset + received);
   return received;
@@ -253,7 +254,7 @@ void HttpSource::close() noexcept {
 void HttpSource::close_connections() noexcept {
   {
     MutexLock lock(sequential_mutex_);
-    sequential_.reset();
+    sequential_->reset();
   }
   client_.connections.close();
 }

@@ -102,8 +102,9 @@ class HttpSource final : public RangeSource {
   mutable Mutex mutex_;
   std::optional<uint64_t> found_end_ GUARDED_BY(mutex_);  // of an object of unknown size
   Mutex sequential_mutex_;
-  // nullptr: none was needed yet, or its connection was closed.
-  std::unique_ptr<HttpBody> sequential_ GUARDED_BY(sequential_mutex_);
+  // nullptr: none was needed yet, or its connection was closed. A forked child leaves the body to
+  // its parent and starts one of its own.
+  FreshInChild<std::unique_ptr<HttpBody>> sequential_ GUARDED_BY(sequential_mutex_);
 };
 
 }  // namespace tensorizer::io

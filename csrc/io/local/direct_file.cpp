@@ -120,9 +120,10 @@ void DirectFile::read(uint64_t& offset, ScatterCursor& left, const std::stop_tok
 Pages DirectFile::take_slot() {
   {
     const MutexLock lock(mutex_);
-    if (!slots_.empty()) {
-      Pages slot = std::move(slots_.back());
-      slots_.pop_back();
+    std::vector<Pages>& slots = *slots_;
+    if (!slots.empty()) {
+      Pages slot = std::move(slots.back());
+      slots.pop_back();
       return slot;
     }
   }
@@ -131,7 +132,7 @@ Pages DirectFile::take_slot() {
 
 void DirectFile::give_slot(Pages slot) {
   const MutexLock lock(mutex_);
-  slots_.push_back(std::move(slot));
+  slots_->push_back(std::move(slot));
 }
 
 }  // namespace tensorizer::io

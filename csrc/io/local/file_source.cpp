@@ -143,12 +143,12 @@ std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
 
 std::shared_ptr<DirectFile> FileSource::direct_file() const {
   MutexLock lock(mutex_);
-  return direct_;
+  return *direct_;
 }
 
 std::shared_ptr<const FileSource::Streams> FileSource::streams() const {
   MutexLock lock(mutex_);
-  return streams_.lock();
+  return streams_->lock();
 }
 
 bool FileSource::was_cached() const { return handle()->cached; }
@@ -156,7 +156,7 @@ bool FileSource::was_cached() const { return handle()->cached; }
 void FileSource::set_direct(bool direct) {
   std::shared_ptr<DirectFile> file = direct ? DirectFile::open(handle()->fd.get()) : nullptr;
   MutexLock lock(mutex_);
-  direct_.swap(file);
+  direct_->swap(file);
 }
 
 void FileSource::close() noexcept {
@@ -164,7 +164,7 @@ void FileSource::close() noexcept {
   std::shared_ptr<DirectFile> last_direct;
   MutexLock lock(mutex_);
   last.swap(handle_);
-  last_direct.swap(direct_);
+  last_direct.swap(*direct_);
 }
 
 std::optional<SourceChange> FileSource::change() const {
@@ -214,7 +214,7 @@ std::shared_ptr<void> FileSource::open_streams() {
     streams->files.push_back(std::move(again));
   }
   MutexLock lock(mutex_);
-  streams_ = streams;
+  *streams_ = streams;
   return streams;
 }
 

@@ -70,8 +70,9 @@ class FileSource final : public RangeSource {
   uint64_t nbytes_ = 0;
   mutable Mutex mutex_;
   std::shared_ptr<const Handle> handle_ GUARDED_BY(mutex_);  // null once closed
-  std::shared_ptr<DirectFile> direct_ GUARDED_BY(mutex_);    // null: through the page cache
-  std::weak_ptr<const Streams> streams_ GUARDED_BY(mutex_);
+  // Null: through the page cache.
+  mutable FreshInChild<std::shared_ptr<DirectFile>> direct_ GUARDED_BY(mutex_);
+  mutable FreshInChild<std::weak_ptr<const Streams>> streams_ GUARDED_BY(mutex_);
   std::atomic<uint64_t> bytes_read_{0};
 };
 

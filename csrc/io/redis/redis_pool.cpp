@@ -6,9 +6,10 @@ std::unique_ptr<RedisHandle> RedisPool::take(const std::stop_token& stop) {
   uint64_t closed_times = 0;
   {
     MutexLock lock(mutex_);
-    while (!idle_.empty()) {
-      std::unique_ptr<RedisHandle> handle = std::move(idle_.back());
-      idle_.pop_back();
+    std::vector<std::unique_ptr<RedisHandle>>& idle = *idle_;
+    while (!idle.empty()) {
+      std::unique_ptr<RedisHandle> handle = std::move(idle.back());
+      idle.pop_back();
       if (handle->is_usable()) return handle;
     }
     closed_times = closed_times_;
@@ -20,19 +21,19 @@ std::unique_ptr<RedisHandle> RedisPool::take(const std::stop_token& stop) {
 
 void RedisPool::give_back(std::unique_ptr<RedisHandle> handle) {
   MutexLock lock(mutex_);
-  if (handle->generation == closed_times_ && idle_.size() < options_.connections)
-    idle_.push_back(std::move(handle));
+  if (handle->generation == closed_times_ && idle_->size() < options_.connections)
+    idle_->push_back(std::move(handle));
 }
 
 void RedisPool::close_idle() {
   MutexLock lock(mutex_);
-  idle_.clear();
+  idle_->clear();
 }
 
 void RedisPool::close() {
   MutexLock lock(mutex_);
   ++closed_times_;
-  idle_.clear();
+  idle_->clear();
 }
 
 void wait_before_retry(RetryState& failures, const FailedTry& failed, const std::stop_token& stop) {

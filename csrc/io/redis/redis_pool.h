@@ -35,7 +35,7 @@ class RedisPool {
   const RedisOptions options_;
   std::atomic<bool> answered_{false};
   Mutex mutex_;
-  std::vector<std::unique_ptr<RedisHandle>> idle_ GUARDED_BY(mutex_);
+  FreshInChild<std::vector<std::unique_ptr<RedisHandle>>> idle_ GUARDED_BY(mutex_);
   uint64_t closed_times_ GUARDED_BY(mutex_) = 0;
 };
 

@@ -15,6 +15,7 @@ from tensorizer._io.options import HTTPOptions
 from tensorizer._io.s3.access import S3Access
 from tensorizer._io.s3.client import explain, presign, s3_code, translated
 from tensorizer._io.s3.options import S3Location, S3Options, params_of
+from tensorizer._system import locks
 from tensorizer.errors import StreamError
 
 logger = logging.getLogger("tensorizer.s3")
@@ -48,6 +49,7 @@ class S3Upload:
             self._insists or self._host not in _without_checksums
         )
         self._lock = threading.Lock()
+        locks.makers[self] = threading.Lock
         self._checksums: dict[int, str] = {}  # of the parts that were sent with one
         self._store_compares = False  # the upload as a whole has checksums
         self.name = access.describe(location)
