@@ -167,6 +167,28 @@ def stream_errors() -> Iterator[None]:
         raise kind(error.errno, error.strerror, error.filename, None, error.filename2) from None
 
 
+# What stores answer with status 403 where it is not the name that is refused, but who asks.
+_WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "InvalidToken", "ExpiredToken")
+
+#: Behind an error that says that nothing was found, where a store refused to say so.
+MAY_BE_FORBIDDEN = (
+    "the store answered 403: the credentials may not read it, or it is not there and they may not list the bucket"
+)
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether a store refused to say whether there is such a name, as it does for all others to who may not list."""
+    status = getattr(error, "status", None)
+    if status == 403:
+        return not any(f"[{code}]" in str(error) for code in _WRONG_KEYS)
+    return status is None and isinstance(error, PermissionError)  # of drivers of fsspec
+
+
+def is_absent(error: BaseException) -> bool:
+    """Whether an error of opening a name in a store, which is only tried, counts as "there is none"."""
+    return isinstance(error, FileNotFoundError) or is_denied(error)
+
+
 def named(name: str, function: Any, *arguments: Any) -> Any:
     """function(*arguments), with the file's name in errors about its content."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import stat
 import sys
@@ -17,8 +18,16 @@ from tensorizer._io.sources import open_source
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import StreamExistsError, UnsupportedContentError
+from tensorizer.errors import (
+    MAY_BE_FORBIDDEN,
+    StreamExistsError,
+    UnsupportedContentError,
+    is_absent,
+    is_denied,
+)
 from tensorizer.progress import ProgressArgument, progress_reporter
+
+logger = logging.getLogger("tensorizer.serialization")
 
 _PIECE_NBYTES = 1 << 20
 _NOT_WRITABLE = ("http", "https", "redis", "rediss")  # opening the target says so
@@ -29,12 +38,16 @@ _INDEXES = tuple(f"{ending}.index" for ending in MODEL_ENDINGS)  # of their shar
 
 
 def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
-    """Whether there is something at a path or URI."""
+    """Whether there is something at a path or URI, as far as the credentials may see."""
     if not isinstance(target, str) or "://" not in target:
         return os.path.lexists(target)
     try:
         opened = open_source(target, stream_options)
-    except FileNotFoundError:
+    except OSError as error:
+        if not is_absent(error):
+            raise
+        if is_denied(error):
+            logger.info("%s is taken for a name that is not there: %s", shown_location(target), MAY_BE_FORBIDDEN)
         return False
     opened.close()
     return True
@@ -221,17 +234,7 @@ def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapp
 
 def _in_store(path: str, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]]) -> list[str]:
     other = shards.index_name(path) if len(files) == 1 else path
-    return [other] if _is_there(other, stream_options) else []
-
-
-def _is_there(path: str, stream_options: Optional[Mapping[str, Any]]) -> bool:
-    try:
-        return exists(path, stream_options)
-    except OSError as error:
-        # As stores answer for names that are not there, if the keys may not list.
-        if isinstance(error, PermissionError) or getattr(error, "status", None) == 403:
-            return False
-        raise
+    return [other] if exists(other, stream_options) else []
 
 
 def safetensors_beside(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
@@ -242,7 +245,7 @@ def safetensors_beside(target: Any, stream_options: Optional[Mapping[str, Any]] 
         names = os.listdir(folder) if os.path.isdir(folder) else []
         return sorted(n for n in names if ".safetensors" in n and shards.form_stem(n) == shards.form_stem(name))
     single = f"{shards.form_stem(name)}.safetensors"
-    return [n for n in (single, shards.index_name(single)) if _is_there(f"{folder}/{n}", stream_options)]
+    return [n for n in (single, shards.index_name(single)) if exists(f"{folder}/{n}", stream_options)]
 
 
 def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any]] = None) -> None:

@@ -15,12 +15,12 @@ from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import read_checked
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, local_path, scheme_of
 from tensorizer._keys import signer_of
 from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import AuthenticationError, StreamExistsError, StreamNotFoundError, named
+from tensorizer.errors import AuthenticationError, StreamExistsError, StreamNotFoundError, is_denied, named
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
 
@@ -117,7 +117,9 @@ def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional
     """The detached signatures at the target that are signatures of this content, to be kept."""
     try:
         content = read_checked(target, stream_options, bytes, MAX_SIGNATURE_NBYTES)
-    except StreamNotFoundError:
+    except OSError as error:
+        if not (isinstance(error, StreamNotFoundError) or (is_denied(error) and local_path(target) is None)):
+            raise
         return None
     except ValueError:
         content = b""  # too large for signatures

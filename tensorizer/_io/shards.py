@@ -19,7 +19,16 @@ from tensorizer._io.sources import OpenedSource, is_path, open_source, read_chec
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
-from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError, named
+from tensorizer.errors import (
+    MAY_BE_FORBIDDEN,
+    FormatError,
+    StreamError,
+    StreamIsADirectoryError,
+    StreamNotFoundError,
+    is_absent,
+    is_denied,
+    named,
+)
 
 # Tried in this order where a folder cannot be listed, and preferred where it can.
 TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
@@ -157,7 +166,9 @@ class _ModelFolder(NamedTuple):
         if not self.asked_for.endswith("/"):
             try:
                 return open_source(self.asked_for, self.stream_options)
-            except (StreamNotFoundError, StreamIsADirectoryError) as error:  # some file systems of fsspec have folders
+            except OSError as error:
+                if not (is_absent(error) or isinstance(error, StreamIsADirectoryError)):  # fsspec may have folders
+                    raise
                 first = error
         found, absent = self._probed()
         if len(found) > 1:
@@ -173,9 +184,15 @@ class _ModelFolder(NamedTuple):
         for opened in found.values():
             # A shard that is missing does not mean another form of the model.
             return self._open_files_of(opened) if isinstance(opened, OpenedShards) else opened
-        raise first or absent[TRIED_NAMES.index("model.safetensors")]
+        denied = next((error for error in (first, *absent) if error is not None and is_denied(error)), None)
+        first = first or absent[TRIED_NAMES.index("model.safetensors")]
+        if denied is None:
+            raise first
+        told = StreamError(f"{denied}; nor could {', '.join(TRIED_NAMES)} be opened below it: {MAY_BE_FORBIDDEN}")
+        told.source, told.status = getattr(denied, "source", None), getattr(denied, "status", None)
+        raise told from first
 
-    def _probed(self) -> tuple[dict[str, OpenedFiles], list[StreamNotFoundError]]:
+    def _probed(self) -> tuple[dict[str, OpenedFiles], list[OSError]]:
         """The usual names that are there, single files open, indexes read; and the errors of those that are not.
 
         Raises:
@@ -183,18 +200,15 @@ class _ModelFolder(NamedTuple):
             FormatError: An index that is none.
         """
         found: dict[str, OpenedFiles] = {}
-        absent: list[StreamNotFoundError] = []
-        forbidden: list[Exception] = []  # so stores answer for what is not there, if the keys may not list
+        absent: list[OSError] = []
         errors: list[Exception] = []
         for name, probe in zip(TRIED_NAMES, each_at_once(self._opened_or_error, TRIED_NAMES, self.folder)):
             if not isinstance(probe, Exception):
                 found[name] = probe
-            elif isinstance(probe, StreamNotFoundError):
+            elif isinstance(probe, OSError) and is_absent(probe):
                 absent.append(probe)
             else:
-                (forbidden if isinstance(probe, PermissionError) else errors).append(probe)
-        if not found:
-            errors += forbidden
+                errors.append(probe)
         for error in errors:
             for opened in found.values():
                 opened.close()

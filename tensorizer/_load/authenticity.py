@@ -10,7 +10,7 @@ from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource, read_checked
 from tensorizer._io.uri import scheme_of, split_query
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import AuthenticationError, StreamNotFoundError, named
+from tensorizer.errors import MAY_BE_FORBIDDEN, AuthenticationError, is_absent, is_denied, named
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -81,18 +81,20 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> 
 
     if isinstance(trust.signature, bytes):
         return check(trust.signature)
+    denied = ""
     if place is not None:
         try:
             # What lies beside a file is opened as the file was; another place, as the caller says.
             options = opened.stream_options if trust.signature is None else access.stream_options
             return read_checked(place, options, check, MAX_SIGNATURE_NBYTES)
-        except StreamNotFoundError:
-            if trust.signature is not None:
+        except OSError as error:
+            if trust.signature is not None or not is_absent(error):
                 raise
+            denied = f": {MAY_BE_FORBIDDEN}" if is_denied(error) else ""
     if embedded is False:
         raise _signed_by_others(opened.name, _C.embedded_signers(index))
     nothing = "no place beside it to look (signature= names one)" if place is None else f"none at {shown}"
-    raise AuthenticationError(f"{opened.name}: not signed: no signature in it, and {nothing}")
+    raise AuthenticationError(f"{opened.name}: not signed: no signature in it, and {nothing}{denied}")
 
 
 def _signed_by_others(name: str, signers: list[bytes]) -> AuthenticationError:

@@ -21,7 +21,8 @@ import torch
 from samples import assert_same, tensor
 from servers.s3_recorder import S3Recorder
 
-from tensorizer import TensorDeserializer, TensorSerializer, convert, s3, stream_io
+import tensorizer
+from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, s3, stream_io
 from tensorizer._io import certificates
 from tensorizer._io.s3.client import s3_code
 from tensorizer.errors import StreamError
@@ -886,13 +887,96 @@ def test_the_other_form_of_a_model_is_removed_below_a_name_that_ends_with_a_slas
         assert sorted(store.objects) == ["/bucket/a//m.tensors", "/bucket/a/m.tensors.index.json"]
 
 
-def test_keys_that_may_not_list_a_bucket_save_models_of_any_form(monkeypatch):
-    with S3Recorder() as store:
-        error = store._error  # stores answer so for missing names, lest who may not list learns which are there
-        monkeypatch.setattr(
-            store, "_error", lambda *answer: error(403, "AccessDenied") if answer[0] == 404 else error(*answer)
-        )
-        save_file(
-            {"w": torch.ones(1000)}, "s3://bucket/m.tensors", max_shard_size="1GB", stream_options=store.arguments
-        )
-        assert list(store.objects) == ["/bucket/m.tensors"]
+@pytest.fixture
+def unlisted(store, monkeypatch):
+    """A store whose keys may not list: it answers so for missing names, lest they learn which are there."""
+    error = store._error
+    monkeypatch.setattr(
+        store, "_error", lambda *answer: error(403, "AccessDenied") if answer[0] == 404 else error(*answer)
+    )
+    monkeypatch.setattr(store, "_ListObjectsV2", lambda request: error(403, "AccessDenied"))
+    return store
+
+
+class TestKeysThatMayNotList:
+    """403 for a name that is only tried is as good as 404."""
+
+    def test_models_of_any_form_are_saved(self, unlisted, tmp_path):
+        options = {"stream_options": unlisted.arguments}
+        save_file({"w": torch.ones(1000)}, "s3://bucket/m.tensors", max_shard_size="1GB", **options)
+        assert list(unlisted.objects) == ["/bucket/m.tensors"]
+        convert("s3://bucket/m.tensors", "s3://bucket/new.tensors", force=False, **options)
+        with pytest.raises(FileExistsError):
+            convert("s3://bucket/m.tensors", "s3://bucket/new.tensors", force=False, **options)
+        key = tensorizer.SigningKey.generate()
+        tensorizer.sign("s3://bucket/m.tensors", key, signature="s3://bucket/m.tensors.sig", **options)
+        TensorDeserializer("s3://bucket/m.tensors", device="cpu", public_key=key.public_key, **options).close()
+        with pytest.raises(AuthenticationError, match="403"):
+            TensorDeserializer("s3://bucket/new.tensors", device="cpu", public_key=key.public_key, **options)
+
+    @pytest.mark.parametrize("size", [4096, None])
+    def test_prefixes_are_loaded(self, unlisted, size):
+        tensors, options = {f"w{i}": torch.ones(1000) for i in range(3)}, {"stream_options": unlisted.arguments}
+        for name in ("model.tensors", "model.safetensors"):
+            unlisted.objects.clear()
+            save_file(tensors, f"s3://bucket/dir/{name}", max_shard_size=size, **options)
+            for place in ("s3://bucket/dir", "s3://bucket/dir/"):
+                assert_same(tensorizer.load_file(place, **options), tensors)
+
+    def test_checkpoints_are_written_and_looked_for(self, unlisted):
+        checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+        from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default, is_complete
+
+        options = {"stream_options": unlisted.arguments}
+        assert not is_complete("s3://bucket/c", **options)
+        state = {"a": torch.ones(3)}
+        checkpoint.save(state, storage_writer=TensorizerWriter("s3://bucket/c", overwrite=False, **options))
+        assert is_complete("s3://bucket/c", **options)
+        with pytest.raises(BaseException, match="overwrite=False"):
+            checkpoint.save(state, storage_writer=TensorizerWriter("s3://bucket/c", overwrite=False, **options))
+        target = {"a": torch.zeros(3)}
+        checkpoint.load(target, storage_reader=TensorizerReader("s3://bucket/c", **options))
+        assert target["a"].tolist() == [1.0] * 3
+        with dcp_default(reader=options), pytest.raises(BaseException, match="403"):
+            checkpoint.load(target, checkpoint_id="s3://bucket/none")
+        for name in list(unlisted.objects):
+            if name.endswith(".tensors"):
+                del unlisted.objects[name]
+        assert not is_complete("s3://bucket/c", **options)
+
+    def test_what_is_not_found_may_be_forbidden(self, unlisted):
+        for place in ("s3://bucket/none", "s3://bucket/none/", "s3://bucket/none.tensors"):
+            with pytest.raises(StreamError, match="403") as caught:
+                tensorizer.load_file(place, stream_options=unlisted.arguments)
+            assert caught.value.status == 403
+            assert ".tensors" in place or "may not list the bucket" in str(caught.value)
+
+    def test_wrong_keys_are_an_error_of_the_first_question(self, store, monkeypatch):
+        from tensorizer.distributed import is_complete
+
+        error = store._error
+        for code in ("SignatureDoesNotMatch", "InvalidAccessKeyId", "RequestTimeTooSkewed"):
+            monkeypatch.setattr(store, "_GetObject", lambda request, code=code: error(403, code))
+            with pytest.raises(StreamError, match=code):
+                is_complete("s3://bucket/c", stream_options=store.arguments)
+            store.requests.clear()
+            with pytest.raises(StreamError, match=code):
+                tensorizer.load_file("s3://bucket/dir", stream_options=store.arguments)
+            assert {request.path for request in store.requests} == {"/bucket/dir"}
+
+    def test_from_pretrained_finds_its_files(self, unlisted, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+
+        config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+        model = transformers.GPT2LMHeadModel(config)
+        options = {"stream_options": unlisted.arguments}
+        save_pretrained(model, "s3://bucket/model#1", **options)
+        loaded = from_pretrained(None, "s3://bucket/model#1", **options)
+        assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
+        for name in list(unlisted.objects):
+            if name.endswith(".tensors"):
+                del unlisted.objects[name]
+        for place in ("s3://bucket/model#1", "s3://bucket/none"):
+            with pytest.raises(FileNotFoundError, match=r"403.*may not list"):
+                from_pretrained(None, place, **options)

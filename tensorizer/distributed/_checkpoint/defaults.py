@@ -197,7 +197,9 @@ def _is_foreign(path: PathLike, stream_options: Any) -> bool:
     for name in (MARKER, marker_name(0)):
         try:
             opened = folder.open(name)
-        except FileNotFoundError:
+        except OSError as error:
+            if not folder.is_absent(error):
+                raise
             continue
         with contextlib.closing(opened):
             return bool(opened.source.size()) and opened.source.read(0, 1) != b"{"

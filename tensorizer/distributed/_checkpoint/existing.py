@@ -57,8 +57,8 @@ def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) 
 
     try:
         return [read(None)]
-    except FileNotFoundError:
-        if not folder.exists(marker_name(0)):
+    except OSError as error:
+        if not folder.is_absent(error) or not folder.exists(marker_name(0)):
             raise
     first = read(0)
     return [first, *folder.each(read, range(1, first.world_size))]
@@ -72,7 +72,8 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         stream_options: Keywords for opening ``s3://`` URIs.
 
     Raises:
-        OSError: The store cannot be asked.
+        OSError: The store cannot be asked, or the keys are wrong. A store that forbids to read a file (403) counts as
+            one that does not have it, since that is its answer for missing files to keys that may not list.
     """
     folder = Folder.at(checkpoint, stream_options)
 
@@ -82,7 +83,11 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
     try:
         files = [file for marker in read_markers(folder) for file in marker.files]
         return all(folder.each(is_there, files))
-    except (FileNotFoundError, FormatError, VerificationError):
+    except (FormatError, VerificationError):
+        return False
+    except OSError as error:
+        if not folder.is_absent(error):
+            raise
         return False
 
 

@@ -14,7 +14,7 @@ from tensorizer._files.copy import exists
 from tensorizer._io.sinks import NewFile, WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_checked
 from tensorizer._io.uri import folder_uri, local_path, scheme_of
-from tensorizer.errors import StreamExistsError, stream_errors
+from tensorizer.errors import StreamExistsError, is_absent, stream_errors
 
 if TYPE_CHECKING:
     from tensorizer._io.s3.objects import S3Prefix
@@ -97,6 +97,10 @@ class Folder(NamedTuple):
         """
         return open_source(self.join(name), self.stream_options)
 
+    def is_absent(self, error: OSError) -> bool:
+        """Whether an error of opening a file counts as "there is none"."""
+        return is_absent(error) if self.remote else isinstance(error, FileNotFoundError)
+
     def nbytes(self, name: str) -> int:
         """The size of a file. Raises as :meth:`open`."""
         with contextlib.closing(self.open(name)) as opened:
@@ -120,7 +124,7 @@ class Folder(NamedTuple):
                 yield from threads.map(ask, items[begin : begin + _ASKED_AT_ONCE])
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether there is such a file, as far as the credentials may see."""
         return exists(self.join(name), self.stream_options)
 
     def write(self, name: str, content: bytes, *, fsync: bool, replace: bool) -> None:

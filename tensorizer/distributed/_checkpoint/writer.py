@@ -444,7 +444,7 @@ def _check_files(folder: Folder, files: set[str]) -> list[str]:
     try:
         names = folder.names()
         # a listing may be older than the files of other machines
-        gone = sorted(name for name in files.difference(names) if not folder.exists(name))
+        gone = sorted(name for name in files.difference(names) if _is_gone(folder, name))
     except OSError as error:  # who may not list the folder may save all the same
         _logger.warning("%s: could not be listed, to find files of other saves: %s", folder.where, error)
         return []
@@ -454,6 +454,15 @@ def _check_files(folder: Folder, files: set[str]) -> list[str]:
             "wanted one save at a time"
         )
     return names
+
+
+def _is_gone(folder: Folder, name: str) -> bool:
+    """Whether a file that no listing has is not there. Who may list is told of missing files as such."""
+    try:
+        folder.open(name).close()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _by_index(results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Stored]:

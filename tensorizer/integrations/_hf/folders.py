@@ -17,14 +17,14 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C, stream_io
-from tensorizer._files.copy import MODEL_ENDINGS, exists
+from tensorizer._files.copy import MODEL_ENDINGS
 from tensorizer._io import hub_cache
 from tensorizer._io.forms import FolderOfForms, NoteOf
 from tensorizer._io.shards import each_at_once, is_index_name
-from tensorizer._io.sources import json_content
+from tensorizer._io.sources import json_content, open_source
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
-from tensorizer.errors import StreamError, StreamNotFoundError, named
+from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied, named
 
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
@@ -132,6 +132,7 @@ class ModelFolder:
     stream_options: Optional[Mapping[str, Any]] = None
     has_revision = False  # whether it is one revision of a repository
     file: Optional[str] = None  # the file of weights that the caller named
+    doubt = ""  # behind messages of what was not found: why that may be wrong
     _below = ""  # the folder inside of what was opened, and a slash
 
     def has(self, name: str) -> bool:
@@ -245,29 +246,39 @@ class RemoteFolder(ModelFolder):
         self.label = shown_uri(self._prefix) if label is None else label
         self.stream_options, self._listing, self.has_revision = stream_options, names, names is not None
         self._known: dict[str, bool] = {}
+        self._denied: list[str] = []  # names of which the store refused to say whether they are there
         self._folder = Path(tempfile.mkdtemp(prefix="tensorizer-"))
 
     def _has(self, name: str) -> bool:
         if self._listing is not None:
             return name in self._listing
         if name not in self._known:
-            self._known[name] = exists(self._weight(name), self.stream_options) if is_weight(name) else self._copy(name)
+            self._known[name] = self._opens(name) if is_weight(name) else self._copy(name)
         return self._known[name]
 
     def those_of(self, names: Sequence[str]) -> list[str]:
-        def probed(name: str) -> Union[bool, PermissionError]:
-            try:
-                return self.has(name)
-            except PermissionError as error:
-                return error
+        return [name for name, is_there in zip(names, each_at_once(self.has, names, self._prefix)) if is_there]
 
-        answers = dict(zip(names, each_at_once(probed, names, self._prefix)))
-        found = [name for name, answer in answers.items() if answer is True]
-        for answer in answers.values():
-            # So stores answer for what is not there, if the keys may not list.
-            if isinstance(answer, PermissionError) and not found:
-                raise answer
-        return found
+    def _opens(self, name: str) -> bool:
+        with self._noting(name):
+            open_source(self._weight(name), self.stream_options).close()
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Passes over errors that say that there is no such file, and keeps those in mind that may mean so."""
+        try:
+            yield
+        except OSError as error:
+            if not is_absent(error):
+                raise
+            if is_denied(error):
+                self._denied.append(name)
+
+    @property
+    def doubt(self) -> str:
+        return f"; {MAY_BE_FORBIDDEN} ({', '.join(self._denied[:5])})" if self._denied else ""
 
     def _weight(self, name: str) -> Any:
         as_given = name == self.file or scheme_of(self._prefix) not in ("http", "https")
@@ -276,10 +287,13 @@ class RemoteFolder(ModelFolder):
     def _copy(self, name: str) -> bool:
         if not _is_plain(name):
             raise ValueError(f"{self.label}: {name!r:.200} is not a file of the folder")
-        try:
-            with stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {})) as stream:
-                content = stream.read()
-        except FileNotFoundError:
+        content: Optional[bytes] = None
+        with (
+            self._noting(name),
+            stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {})) as stream,
+        ):
+            content = stream.read()
+        if content is None:
             return False
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -520,5 +534,9 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         if revision is not None and not folder.has_revision:
             raise ValueError(f"revision: only repositories of the hub have one, found {revision!r} for {folder.label}")
         yield folder.below(inside)
+    except FileNotFoundError as error:
+        if not folder.doubt:
+            raise
+        raise StreamNotFoundError(f"{error}{folder.doubt}") from error
     finally:
         folder.close()
