@@ -495,6 +495,15 @@ def test_headers_may_be_a_callable_that_is_asked_again_when_they_are_refused():
         assert "s3cret" not in str(caught.value)
 
 
+def test_a_callable_for_headers_that_are_refused_at_the_opening_is_asked_at_most_three_times():
+    asked = []
+    with FaultyServer(CONTENT, default=Reply(status=403)) as server:
+        options = quick(headers=lambda: {"Authorization": f"token {len(asked)}", "X": str(asked.append(1))})
+        with pytest.raises(StreamError, match="403"):
+            open_stream(server.url, http_options=options)
+        assert len(server.requests) == len(asked) <= 3
+
+
 def test_headers_of_a_stream_go_over_those_of_the_options_also_when_both_are_callables():
     with FaultyServer(CONTENT) as server:
         options = quick(headers=lambda: {"X-A": "1", "X-B": "1"})
