@@ -19,8 +19,7 @@ from tensorizer._files.copy import copies_beside, copy_file, signature_beside
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.forms import facts_of, origin_text
-from tensorizer._io.shards import ORIGIN_KEY, index_name
+from tensorizer._io.shards import ORIGIN_KEY, facts_of, index_name, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
 from tensorizer._load.open_file import OpenFile, open_whole

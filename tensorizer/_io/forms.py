@@ -12,10 +12,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._io.shards import MAX_INDEX_NBYTES, is_index_name
+from tensorizer._io.shards import MAX_INDEX_NBYTES, FileFacts, Origin, facts_of, is_index_name
 from tensorizer._io.sources import open_source, read_checked
 from tensorizer._io.uri import local_path
 from tensorizer._system.redaction import shown_location
@@ -26,24 +26,8 @@ logger = logging.getLogger("tensorizer.serialization")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
-class FileFacts(NamedTuple):
-    """One file that another one was made from."""
-
-    nbytes: int
-    mtime_ns: Optional[int]  # of a local file
-    sha256: str
-
-
 #: What the ``.tensors`` file or index at a path or URI notes of its origin.
 NoteOf = Callable[[Any], Optional[str]]
-
-#: By name: the file of weights, or the index and its shards.
-Origin = Mapping[str, FileFacts]
-
-
-def origin_text(origin: Origin) -> str:
-    """The note as it is stored."""
-    return json.dumps(origin, separators=(",", ":"), ensure_ascii=False)
 
 
 def parse_origin(text: Optional[str]) -> Optional[Origin]:
@@ -58,29 +42,6 @@ def parse_origin(text: Optional[str]) -> Optional[Origin]:
         if not _SHA256.match(digest):
             return None
     return origin or None
-
-
-def facts_of(
-    location: Any, stream_options: Optional[Mapping[str, Any]] = None, source: Optional[_C.RangeSource] = None
-) -> FileFacts:
-    """Reads all of a file.
-
-    Args:
-        location: Its path or URI.
-        stream_options: Keywords for opening a URI.
-        source: The file, if it is open: what is at `location` by now may be another one, whose time then differs.
-    """
-    mtime_ns = _mtime_ns(location)
-    with contextlib.ExitStack() as stack:
-        if source is None:
-            source = stack.enter_context(contextlib.closing(open_source(location, stream_options))).source
-        digest = _C.sha256_of(source).hex()
-        return FileFacts(source.size() or 0, mtime_ns, digest)
-
-
-def _mtime_ns(location: Any) -> Optional[int]:
-    path = local_path(location)
-    return None if path is None else os.stat(path).st_mtime_ns
 
 
 class FolderOfForms:

@@ -5,6 +5,7 @@ A folder, an index file, or the URI of either stands for its shards (docs/safete
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -369,3 +370,46 @@ def index_bytes(files: Mapping[str, str], total_size: int, metadata: Mapping[str
     """
     content = {"metadata": {**metadata, "total_size": total_size}, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(content, indent=2, sort_keys=False, ensure_ascii=False) + "\n").encode()
+
+
+# --- what a file was made from (docs/format.md, "Origin"); forms.py reads it -----------------------------------------
+
+
+class FileFacts(NamedTuple):
+    """One file that another one was made from."""
+
+    nbytes: int
+    mtime_ns: Optional[int]  # of a local file
+    sha256: str
+
+
+#: By name: the file of weights, or the index and its shards.
+Origin = Mapping[str, FileFacts]
+
+
+def origin_text(origin: Origin) -> str:
+    """The note as it is stored."""
+    return json.dumps(origin, separators=(",", ":"), ensure_ascii=False)
+
+
+def facts_of(
+    location: Any, stream_options: Optional[Mapping[str, Any]] = None, source: Optional[_C.RangeSource] = None
+) -> FileFacts:
+    """Reads all of a file.
+
+    Args:
+        location: Its path or URI.
+        stream_options: Keywords for opening a URI.
+        source: The file, if it is open: what is at `location` by now may be another one, whose time then differs.
+    """
+    mtime_ns = _mtime_ns(location)
+    with contextlib.ExitStack() as stack:
+        if source is None:
+            source = stack.enter_context(contextlib.closing(open_source(location, stream_options))).source
+        digest = _C.sha256_of(source).hex()
+        return FileFacts(source.size() or 0, mtime_ns, digest)
+
+
+def _mtime_ns(location: Any) -> Optional[int]:
+    path = local_path(location)
+    return None if path is None else os.stat(path).st_mtime_ns

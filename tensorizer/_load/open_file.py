@@ -226,7 +226,8 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """What the writer noted of the files that it was made from, which :meth:`metadata` leaves out."""
         if self.index.metadata_is_sealed and self.access.encryption is None:
             return None
-        return (self.readers[0].metadata or {}).get(ORIGIN_KEY)
+        noted = ((reader.metadata or {}).get(ORIGIN_KEY) for reader in self.readers)
+        return next(filter(None, noted), None)
 
     def ties(self) -> dict[Name, Name]:
         """Names that stand for another tensor of the file, and which one."""

@@ -105,7 +105,7 @@ def test_two_sets_under_another_name_are_refused_too(tmp_path, stem):
 
 @pytest.mark.parametrize("kind", ["local", "http", "memory"])
 @pytest.mark.parametrize("source", ["model.safetensors", "model.safetensors.index.json"])
-@pytest.mark.parametrize("shards", [None, 1200])
+@pytest.mark.parametrize("shards", [None, 600])
 def test_a_file_that_convert_made_beside_its_source_is_read_as_long_as_the_source_is_the_same(
     tmp_path, caplog, kind, source, shards
 ):
@@ -122,6 +122,16 @@ def test_a_file_that_convert_made_beside_its_source_is_read_as_long_as_the_sourc
     write(folder, source, OLD)
     with place_of(kind, folder) as place, pytest.raises(FormatError, match="has changed since"):
         load_file(place)
+
+
+def test_the_first_shard_says_what_shards_were_made_from_wherever_the_index_names_it(tmp_path):
+    tensors = {"z": torch.ones(300), "a": torch.ones(600, dtype=torch.float16)}  # in this order
+    save_file(tensors, tmp_path / "model.safetensors")
+    tensorizer.convert(tmp_path, tmp_path, max_shard_size=1200)
+    assert len(list(tmp_path.glob("model-*.tensors"))) == 2
+    with TensorDeserializer(tmp_path, device="cpu") as file:
+        assert file.format == "tensors"
+        assert file.metadata == {}
 
 
 def test_a_copy_of_a_converted_folder_is_compared_by_its_content(tmp_path, caplog):

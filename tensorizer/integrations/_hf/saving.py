@@ -24,8 +24,8 @@ from tensorizer._files.contents import (
 from tensorizer._files.copy import is_quantised_by_torchao, other_forms, remove_files, safetensors_beside
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._io.access import Access
-from tensorizer._io.forms import origin_in, origin_text
-from tensorizer._io.shards import ORIGIN_KEY
+from tensorizer._io.forms import origin_in
+from tensorizer._io.shards import ORIGIN_KEY, origin_text
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import folder_uri, local_path
 from tensorizer._load.fit import shown

@@ -108,9 +108,11 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
         return Weights(folder.weight(folder.file), False, folder, options)
     tried = [name for extension in ("tensors", "safetensors") for name in _names(stem, extension, options.variant)]
     found = folder.those_of(tried)
-    if found:
+    if len(found) > 1:
         note = functools.partial(note_of, Access(options.encryption, folder.stream_options))
-        return Weights(folder.weight(choose(found, folder.forms(note))), False, folder, options)
+        found = [choose(found, folder.forms(note))]
+    if found:
+        return Weights(folder.weight(found[0]), False, folder, options)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
         if not folder.has(name):
             continue
