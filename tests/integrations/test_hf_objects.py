@@ -335,8 +335,9 @@ def test_adapters_that_learn_prompts_load_as_peft_loads_them(tmp_path):
         for form in ("peft", "ours"):
             folder = tmp_path / what / form
             assert torch.equal(tiny_models.output_of(from_pretrained(None, folder)), right), (what, form)
-            other = peft.get_peft_model(type(base).from_pretrained(tmp_path / "base"), make()).eval()
-            assert torch.equal(tiny_models.output_of(load_adapter(other, folder)), right), (what, form)
+            if what in ("prompt", "prefix"):  # while they are trained, the others have an encoder of another shape
+                other = peft.get_peft_model(type(base).from_pretrained(tmp_path / "base"), make()).eval()
+                assert torch.equal(tiny_models.output_of(load_adapter(other, folder)), right), (what, form)
     state = tensorizer.load_file(tmp_path / "prompt" / "ours" / "adapter_model.tensors")
     tensorizer.save_file({**state, "surplus": torch.ones(2)}, tmp_path / "prompt" / "ours" / "adapter_model.tensors")
     with pytest.raises(LoadError, match=r"unexpected \['surplus'\]"):

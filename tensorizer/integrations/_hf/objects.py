@@ -312,10 +312,11 @@ def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) ->
     weights = find_weights(folder, "adapter_model", options)
     state = weights.state_dict()
     wanted = set(get_peft_model_state_dict(model, adapter_name=name))
-    result = set_peft_model_state_dict(model, state, adapter_name=name)
-    missing = sorted(wanted - set(state))
-    # Learned prompts go to their encoder, after load_state_dict has called them unexpected.
-    unexpected = [key for key in getattr(result, "unexpected_keys", ()) if key not in wanted]
+    missing, unexpected = sorted(wanted - set(state)), sorted(set(state) - wanted)
+    if not (options.strict and missing):
+        result = set_peft_model_state_dict(model, state, adapter_name=name)
+        # Learned prompts go to their encoder, after load_state_dict has called them unexpected.
+        unexpected = [key for key in getattr(result, "unexpected_keys", ()) if key not in wanted]
     if options.strict and (missing or unexpected):
         raise LoadError(
             f"{weights.label}: the adapter does not fit {type(model).__name__}: missing {missing[:10]}, "
