@@ -245,7 +245,7 @@ def _under_names_of_files(state: dict[str, torch.Tensor], config: Any, folder: M
 
     values = folder.read_json(_CONFIG) or {}
     names = values.get("architectures") or getattr(config, "architectures", None) or [None]
-    made = getattr(transformers, str(names[0]), None)
+    made: Any = getattr(transformers, str(names[0]), None)
     if not hasattr(made, "_from_config") or not isinstance(config, made.config_class):
         return state
     with torch.device("meta"):

@@ -78,7 +78,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
             raise ValueError(f"{folder.label}: diffusers has no class {name!s:.200}; pass the class, or model_class=")
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
-    dtype = models.dtype_of_file(weights) if options.dtype == "auto" else options.dtype
+    dtype: Any = models.dtype_of_file(weights) if options.dtype == "auto" else options.dtype
     with models.empty_on(torch.device("cpu")), _default_dtype(dtype):  # where the library computes tables
         model = cls.from_config(config)
     _set_dtype(model, dtype)
