@@ -94,6 +94,26 @@ def test_a_pipeline_goes_each_way_in_one_call(stable_diffusion, tmp_path, privat
             assert torch.equal(image_of(ours), wanted)
 
 
+def test_a_component_whose_class_is_in_the_folder_of_a_pipeline_goes_each_way(stable_diffusion, tmp_path):
+    """The safety checker, a model of transformers that diffusers defines."""
+    checking = pytest.importorskip("diffusers.pipelines.stable_diffusion", reason="diffusers is not installed")
+    _, theirs = stable_diffusion
+    half = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        vision_config={**half, "image_size": 8, "patch_size": 4},
+        text_config={**half, "vocab_size": 9},
+        projection_dim=8,
+    )
+    checker = checking.StableDiffusionSafetyChecker(config).eval()
+    extractor = transformers.CLIPImageProcessor(size=8, crop_size=8)
+    pipeline = type(theirs)(**{**theirs.components, "safety_checker": checker, "feature_extractor": extractor})
+    pipeline.save_pretrained(tmp_path / "library")
+    save_pretrained(pipeline, tmp_path / "ours")
+    for form in ("library", "ours"):
+        assert_same_state(from_pretrained(None, tmp_path / form).safety_checker, checker)
+        assert from_pretrained(None, tmp_path / form, dtype=torch.float16).safety_checker.dtype == torch.float16
+
+
 def test_code_in_the_folder_of_a_pipeline_is_never_run(stable_diffusion, tmp_path):
     """Some releases of the library run it where the folder is a local one, as it is to them by then."""
     cases = (

@@ -198,20 +198,28 @@ def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> An
     """A component that has weights; ``None`` for those that the pipeline reads itself."""
     library, class_name = entry
     plain = dataclasses.replace(options, model_kwargs={}, config=None, model_class=None, old_name_of_dtype=False)
-    found: Any = None
-    with contextlib.suppress(ImportError):
-        module = __import__(library) if library in ("diffusers", "transformers") else None
-        found = getattr(module, class_name, None)
+    found = getattr(_module_of(library), class_name, None)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         return None
-    if library == "diffusers":
-        return _load_diffusers_model(found, folder, plain)
-    return models.load_model(found, folder, plain)[0]
+    if is_of("transformers", found):  # a class of diffusers may derive from one of transformers
+        return models.load_model(found, folder, plain)[0]
+    return _load_diffusers_model(found, folder, plain) if is_of("diffusers", found) else None
 
 
-def stem_of(component: Any) -> str:
-    """The name of the weights of a component: that of its library."""
-    return _DIFFUSERS_STEM if type(component).__module__.partition(".")[0] == "diffusers" else "model"
+def _module_of(library: str) -> Any:
+    """The module that an index of a pipeline means: a library, or the folder of a pipeline in ``diffusers``."""
+    with contextlib.suppress(ImportError):
+        if library in ("diffusers", "transformers"):
+            return __import__(library)
+        from diffusers import pipelines
+
+        return getattr(pipelines, library, None)
+    return None
+
+
+def stem_of(model: Any) -> str:
+    """The name of the weights of a model: that of its library."""
+    return _DIFFUSERS_STEM if hasattr(model, "save_config") else "model"
 
 
 def is_of(package: str, obj: Any) -> bool:
