@@ -9,8 +9,6 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr size_t kMaxIndexDigits = 4000;
-
 py::str decoded(std::string_view utf8, const char* errors) {
   PyObject* const text =
       PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), errors);
@@ -21,13 +19,23 @@ py::str decoded(std::string_view utf8, const char* errors) {
 py::object component(const format::PathComponent& part) {
   if (const auto* name = std::get_if<std::string>(&part)) return text_to_python(*name);
   const std::string& digits = std::get<format::PathIndex>(part).digits;
-  // Python refuses to parse longer numbers unless told otherwise.
-  if (digits.size() > kMaxIndexDigits)
-    throw Error(Errc::malformed,
-                "a tensor name has an index of " + std::to_string(digits.size()) + " digits");
   PyObject* number = PyLong_FromString(digits.c_str(), nullptr, 10);
   if (number == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(number);
+}
+
+std::string digits_of(py::handle index) {
+  py::object text = py::reinterpret_steal<py::object>(PyObject_Str(index.ptr()));
+  if (!text) {
+    if (PyErr_ExceptionMatches(PyExc_ValueError) == 0) throw py::error_already_set();
+    PyErr_Clear();  // more digits than Python writes
+  } else if (std::string digits = text.cast<std::string>();
+             digits.size() <= format::kMaxIndexDigits) {
+    return digits;
+  }
+  throw Error(Errc::invalid_argument, "a tensor path holds indices of at most " +
+                                          std::to_string(format::kMaxIndexDigits) +
+                                          " digits, found a longer one");
 }
 
 }  // namespace
@@ -61,7 +69,7 @@ format::TensorPath path_from_python(const py::tuple& components) {
     } else if (PyLong_Check(part.ptr()) != 0 && !PyBool_Check(part.ptr())) {
       if (py::int_(0).attr("__gt__")(part).cast<bool>())
         throw Error(Errc::invalid_argument, "a tensor path cannot hold a negative index");
-      path.emplace_back(format::PathIndex{py::str(part).cast<std::string>()});
+      path.emplace_back(format::PathIndex{digits_of(part)});
     } else {
       throw py::type_error("a tensor path holds str and int, found " +
                            py::type::of(part).attr("__name__").cast<std::string>());

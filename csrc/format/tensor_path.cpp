@@ -9,9 +9,6 @@
 namespace tensorizer::format {
 namespace {
 
-// Python refuses to make an int of more decimal digits, so such an index could not be delivered.
-constexpr size_t kMaxIndexDigits = 4300;
-
 // A flat array of strings and integers; other values are refused where they begin.
 TensorPath parse_array(std::string text) {
   JsonReader json(text, "its JSON array", 0, JsonReader::LoneSurrogates::kept);

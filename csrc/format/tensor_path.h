@@ -14,7 +14,10 @@
 
 namespace tensorizer::format {
 
-// A sequence index. The file may hold integers of any size; `digits` is the canonical decimal text.
+// Python refuses to make an int of more decimal digits, so such an index could not be delivered.
+inline constexpr size_t kMaxIndexDigits = 4300;
+
+// A sequence index of any size; `digits` is the canonical decimal text.
 struct PathIndex {
   std::string digits;
   bool operator==(const PathIndex&) const = default;

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import struct
+import sys
 import time
 
 import golden_files
@@ -19,7 +20,7 @@ from samples import assert_same, load, tensor
 from servers.http_faults import FaultyServer, Reply
 
 import tensorizer.torch
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, errors
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType, errors
 
 FAMILY = (errors.TensorizerError, OSError)
 NEVER = (MemoryError, AssertionError, OverflowError, RecursionError, struct.error)
@@ -661,3 +662,23 @@ def test_zeros_beyond_all_memory_and_more_dimensions_than_numpy_has_are_refused_
     with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'vast': claims [0-9]+ bytes of zeros") as vast:
         TensorDeserializer(file, device="cpu", dtype=torch.float64)
     assert deep.value.source == vast.value.source == str(file)
+
+
+@pytest.mark.parametrize("digits", [4000, 4001, 4300])
+def test_an_index_of_4300_digits_is_written_and_read_and_none_of_more(digits):
+    name, target = ("a", 10 ** (digits - 1)), samples.KeptBytesIO()
+    with TensorSerializer(target) as serializer:
+        serializer.write_tensor(0, name, TensorType.STATE_DICT, torch.ones(2))
+        before = sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else None
+        for limit in (before, 0) if before is not None else (None,):
+            try:
+                if limit is not None:
+                    sys.set_int_max_str_digits(limit)
+                with pytest.raises(ValueError, match="at most 4300 digits"):
+                    serializer.write_tensor(0, ("b", 10**4300), TensorType.STATE_DICT, torch.ones(2))
+            finally:
+                if before is not None:
+                    sys.set_int_max_str_digits(before)
+    with TensorDeserializer(io.BytesIO(target.getvalue()), device="cpu") as found:
+        assert [entry.name for entry in found.entries()] == [name]
+        assert found.tree(name).tolist() == [1, 1]
