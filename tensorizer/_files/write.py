@@ -25,7 +25,7 @@ from tensorizer._format.safetensors import canonical_order, check_entries, heade
 from tensorizer._io import shards
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
-from tensorizer._io.sources import is_path
+from tensorizer._io.sources import files_at_once, is_path
 from tensorizer._io.uri import check_is_path, folder_uri, identity_of, scheme_of, split_query
 from tensorizer._load.arguments import check_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
@@ -52,9 +52,6 @@ TIES = ("once", "twice", "error")
 _AHEAD_NBYTES = 256 << 20
 
 _NOTHING = torch.empty(0, device="cpu")
-
-# Files that are written together keep a descriptor each, up to so many; more have hidden names until they appear.
-_MOST_UNNAMED = 256
 
 
 class WriteOptions(NamedTuple):
@@ -286,7 +283,8 @@ class _Writing:
         In a store an object appears when it was written, and its check comes then; shards mean nothing without the
         index, which comes last.
         """
-        many = len(names) > _MOST_UNNAMED
+        # Files that are written together keep a descriptor each; very many have hidden names until they appear.
+        many = len(names) > files_at_once()
         files: dict[str, str] = {}
         with contextlib.ExitStack() as stack:
             unpublished = []

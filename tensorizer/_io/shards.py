@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar, Union
 
 from tensorizer import _C
-from tensorizer._io.sources import OpenedSource, is_path, open_source, read_checked
+from tensorizer._io.sources import (
+    OpenedSource,
+    close_between_reads,
+    files_at_once,
+    is_path,
+    open_source,
+    read_checked,
+)
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
@@ -260,6 +267,7 @@ class _ModelFolder(NamedTuple):
     def _open_files_of(self, shards: OpenedShards) -> OpenedShards:
         wanted = re.search(_INDEX_NAME, shards.name)
         assert wanted is not None
+        most_open = files_at_once()
         try:
             for file in dict.fromkeys(shards.weight_map.values()):
                 self._check_file_name(shards.name, file, wanted.group(1))
@@ -267,6 +275,8 @@ class _ModelFolder(NamedTuple):
                     shards.files[file] = self.open_file(file)
                 except FileNotFoundError as error:
                     raise StreamNotFoundError(f"{shards.name}: its shard {file!r:.200} is missing ({error})") from None
+                if len(shards.files) > most_open:
+                    close_between_reads(shards.files[file])
         except BaseException:
             shards.close()
             raise

@@ -228,6 +228,21 @@ def _open_path(path: str) -> OpenedSource:
     return OpenedSource(source, 0, None, source.close)
 
 
+def files_at_once() -> int:
+    """How many files one call keeps open at most: a quarter of what the process may, since others need some, too."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 256 if limit == resource.RLIM_INFINITY else max(4, min(256, limit // 4))
+
+
+def close_between_reads(opened: OpenedSource) -> None:
+    """Gives the descriptor of a local file back: each read opens it again, and raises if another one has its name."""
+    path = local_path(opened.location)
+    if path is not None and isinstance(opened.source, _C.FileSource):
+        opened.source.close_between_reads(os.fsencode(os.path.abspath(path)))
+
+
 def inside(file_obj: Any) -> Any:
     """The file in one of the wrappers that are known; else the object itself."""
     if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile, UploadOnClose)):

@@ -305,3 +305,69 @@ def test_a_tensor_below_one_of_another_shard_is_refused_in_either_order(tmp_path
         below = max(names, key=len)
         with pytest.raises(FormatError, match=re.escape(f"m.tensors.index.json: tensor {below!r} lies below another")):
             TensorDeserializer(index, device="cpu", lazy_load=True)
+
+
+MANY_PROGRAM = """
+import os, resource, sys
+from pathlib import Path
+import torch
+import tensorizer
+from tensorizer import TensorDeserializer, load_file, save_file
+
+def limit(descriptors):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+def opened():
+    return len(os.listdir("/proc/self/fd"))
+
+def is_all(found, count):
+    return len(found) == count and all(found[f"w{i}"].equal(torch.full((8,), float(i))) for i in range(count))
+
+os.chdir(sys.argv[1])
+extension, options = sys.argv[2], {"direct_io": sys.argv[3]}
+save_file({f"w{i}": torch.full((8,), float(i)) for i in range(130)}, f"m/model.{extension}", max_shard_size=32)
+assert len(os.listdir("m")) == 131
+limit(100)
+assert is_all(load_file("m", **options), 130)
+assert is_all(load_file("m", backend="mmap"), 130)
+before = opened()
+with TensorDeserializer("m", device="cpu", lazy_load=True, **options) as file:
+    assert opened() - before <= 50
+    os.chdir("/")  # the files are found again all the same
+    assert is_all(file, 130)
+    assert file.get_slice("w129")[2:4].tolist() == [129, 129]
+    os.chdir(sys.argv[1])
+assert len(tensorizer.inspect("m").tensors) == 130
+assert extension == "safetensors" or tensorizer.verify("m")
+assert tensorizer.diff("m", "m")
+tensorizer.convert("m", f"one.{extension}")
+assert is_all(load_file(f"one.{extension}"), 130)
+tensorizer.convert("m", f"again/model.{extension}", max_shard_size=32)
+assert is_all(load_file("again"), 130)
+limit(64)
+save_file({f"w{i}": torch.full((8,), float(i)) for i in range(150)}, f"out/model.{extension}", max_shard_size=32)
+assert is_all(load_file("out"), 150)
+with TensorDeserializer("out", device="cpu", lazy_load=True) as file:
+    last = sorted(Path("out").glob(f"*.{extension}"))[-1]
+    other = sorted(Path("m").glob(f"*.{extension}"))[-1]
+    os.replace(other, last)
+    try:
+        file["w149"]
+    except OSError as error:
+        assert last.name in str(error) and "replaced" in str(error), error
+    else:
+        raise AssertionError("a file that was replaced was read")
+print("right")
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs the list of descriptors")
+@pytest.mark.parametrize("direct_io", ["auto", "always"])
+@pytest.mark.parametrize("extension", ["tensors", "safetensors"])
+def test_any_number_of_shards_is_read_and_written_with_a_bounded_number_of_descriptors(
+    tmp_path, fresh_process, extension, direct_io
+):
+    for name in ("m", "again", "out"):
+        (tmp_path / name).mkdir()
+    result = fresh_process(MANY_PROGRAM, tmp_path, extension, direct_io, timeout=200)
+    assert result.stdout == "right\n", result.stderr

@@ -92,6 +92,7 @@ bool is_cached(int fd, const struct stat& file) noexcept {
 // An open file. Immutable; reads share it.
 struct FileSource::Handle {
   Handle(UniqueFd file, const std::string& file_name);
+  Handle(UniqueFd file, const Handle& known);  // the same file once more
   void read(uint64_t offset, ScatterCursor left, const Streams* streams,
             const std::stop_token& stop) const;
 
@@ -118,6 +119,15 @@ FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
       std::clamp<uint64_t>(nbytes / kLeastStreamNbytes, 1, std::min(readers, kMostStreams)));
 }
 
+FileSource::Handle::Handle(UniqueFd file, const Handle& known)
+    : name(known.name),
+      fd(std::move(file)),
+      opened(known.opened),
+      nbytes(known.nbytes),
+      cached(known.cached),
+      readers(known.readers),
+      streams(known.streams) {}
+
 // The same file, opened again for each part of it: the kernel reads ahead of each descriptor.
 struct FileSource::Streams {
   int fd_at(uint64_t offset) const noexcept { return files[offset / part_nbytes].get(); }
@@ -135,15 +145,43 @@ FileSource::FileSource(UniqueFd fd, std::string name) : name_(std::move(name)) {
 
 FileSource::~FileSource() = default;
 
-std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
+std::shared_ptr<const FileSource::Handle> FileSource::facts() const {
   MutexLock lock(mutex_);
   if (!handle_) throw Error(Errc::invalid_argument, name_ + " is closed", name_);
   return handle_;
 }
 
-std::shared_ptr<DirectFile> FileSource::direct_file() const {
+std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
+  const std::shared_ptr<const Handle> known = facts();
+  if (known->fd) return known;
+  std::string path;
+  {
+    MutexLock lock(mutex_);
+    if (std::shared_ptr<const Handle> of_other_read = reopened_->lock()) return of_other_read;
+    path = path_;
+  }
+  UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat found{};
+  if (!fd || fstat(fd.get(), &found) != 0) throw_errno("cannot open again", name_, errno);
+  if (found.st_dev != known->opened.st_dev || found.st_ino != known->opened.st_ino)
+    throw Error(Errc::io, name_ + ": another file has replaced it since it was opened", name_);
+  auto again = std::make_shared<const Handle>(std::move(fd), *known);
   MutexLock lock(mutex_);
-  return *direct_;
+  *reopened_ = again;
+  return again;
+}
+
+std::shared_ptr<DirectFile> FileSource::direct_file(const Handle& file) const {
+  {
+    MutexLock lock(mutex_);
+    if (*direct_file_ || !direct_ || path_.empty()) return *direct_file_;
+  }
+  return DirectFile::open(file.fd.get());
+}
+
+bool FileSource::is_direct() const {
+  MutexLock lock(mutex_);
+  return direct_;
 }
 
 std::shared_ptr<const FileSource::Streams> FileSource::streams() const {
@@ -151,12 +189,25 @@ std::shared_ptr<const FileSource::Streams> FileSource::streams() const {
   return streams_->lock();
 }
 
-bool FileSource::was_cached() const { return handle()->cached; }
+bool FileSource::was_cached() const { return facts()->cached; }
 
 void FileSource::set_direct(bool direct) {
   std::shared_ptr<DirectFile> file = direct ? DirectFile::open(handle()->fd.get()) : nullptr;
   MutexLock lock(mutex_);
-  direct_->swap(file);
+  direct_ = file != nullptr;
+  if (!path_.empty()) return;  // each read opens it for itself
+  direct_file_->swap(file);
+}
+
+void FileSource::close_between_reads(std::string path) {
+  const std::shared_ptr<const Handle> known = facts();
+  std::shared_ptr<const Handle> last = std::make_shared<const Handle>(UniqueFd(), *known);
+  std::shared_ptr<DirectFile> last_direct;  // destroyed after the lock is given back, as `last`
+  MutexLock lock(mutex_);
+  if (!handle_) return;
+  last.swap(handle_);
+  last_direct.swap(*direct_file_);
+  path_ = std::move(path);
 }
 
 void FileSource::close() noexcept {
@@ -164,17 +215,18 @@ void FileSource::close() noexcept {
   std::shared_ptr<DirectFile> last_direct;
   MutexLock lock(mutex_);
   last.swap(handle_);
-  last_direct.swap(*direct_);
+  last_direct.swap(*direct_file_);
 }
 
 std::optional<SourceChange> FileSource::change() const {
   std::shared_ptr<const Handle> file;
-  {
-    MutexLock lock(mutex_);
-    file = handle_;
+  try {
+    file = handle();
+  } catch (const Error&) {  // it is closed, or what was read is not the file of that name any more
+    return std::nullopt;
   }
   struct stat now{};
-  if (!file || fstat(file->fd.get(), &now) != 0) return std::nullopt;
+  if (fstat(file->fd.get(), &now) != 0) return std::nullopt;
   const auto size = static_cast<uint64_t>(now.st_size);
   using Kind = SourceChange::Kind;
   if (size != nbytes_)
@@ -197,14 +249,14 @@ std::shared_ptr<FileMapping> FileSource::map() const {
 
 SourceTraits FileSource::traits() const {
   // A cached file is bound by the processors, a cold one by the disk.
-  if (direct_file()) return {.concurrency = std::max(cpu_quota(), kDirectReaders), .direct = true};
-  const std::shared_ptr<const Handle> file = handle();
+  if (is_direct()) return {.concurrency = std::max(cpu_quota(), kDirectReaders), .direct = true};
+  const std::shared_ptr<const Handle> file = facts();
   return {.concurrency = file->readers, .streams = file->streams, .prompt = file->cached};
 }
 
 std::shared_ptr<void> FileSource::open_streams() {
   const std::shared_ptr<const Handle> file = handle();
-  if (file->streams < 2 || direct_file()) return nullptr;
+  if (file->streams < 2 || is_direct()) return nullptr;
   auto streams = std::make_shared<Streams>();
   streams->part_nbytes = ceil_div(nbytes_, uint64_t{file->streams});
   for (unsigned i = 0; i < file->streams; ++i) {
@@ -225,7 +277,8 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
     throw_truncated(name_, offset, wanted, nbytes_);
   const std::shared_ptr<const Handle> file = handle();
   ScatterCursor left(slices);
-  if (const std::shared_ptr<DirectFile> direct = direct_file()) direct->read(offset, left, stop);
+  if (const std::shared_ptr<DirectFile> direct = direct_file(*file))
+    direct->read(offset, left, stop);
   const std::shared_ptr<const Streams> apart = file->streams > 1 ? streams() : nullptr;
   file->read(offset, left, apart.get(), stop);
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);

@@ -44,6 +44,11 @@ class FileSource final : public RangeSource {
 
   void close() noexcept override;
 
+  // Gives the descriptor back. From now on reads open the file for themselves, by `path`, which has
+  // to stay the name of this file: they throw Error(io) where it is that of another one. For sets
+  // of more files than a process should have open.
+  void close_between_reads(std::string path);
+
   // Whether bytes all over the file were in the page cache when it was opened.
   bool was_cached() const;
 
@@ -61,17 +66,24 @@ class FileSource final : public RangeSource {
   struct Handle;
   struct Streams;
   // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of
-  // them.
+  // them. Opens the file where its descriptor was given back.
   std::shared_ptr<const Handle> handle() const;
-  std::shared_ptr<DirectFile> direct_file() const;
+  // What is known of the file without a descriptor.
+  std::shared_ptr<const Handle> facts() const;
+  // Of an open file that is read past the page cache; else null.
+  std::shared_ptr<DirectFile> direct_file(const Handle& file) const;
+  bool is_direct() const;
   std::shared_ptr<const Streams> streams() const;
 
   std::string name_;
   uint64_t nbytes_ = 0;
   mutable Mutex mutex_;
   std::shared_ptr<const Handle> handle_ GUARDED_BY(mutex_);  // null once closed
+  std::string path_ GUARDED_BY(mutex_);  // not empty: handle_ has no descriptor between reads
+  mutable FreshInChild<std::weak_ptr<const Handle>> reopened_ GUARDED_BY(mutex_);
+  bool direct_ GUARDED_BY(mutex_) = false;
   // Null: through the page cache.
-  mutable FreshInChild<std::shared_ptr<DirectFile>> direct_ GUARDED_BY(mutex_);
+  mutable FreshInChild<std::shared_ptr<DirectFile>> direct_file_ GUARDED_BY(mutex_);
   mutable FreshInChild<std::weak_ptr<const Streams>> streams_ GUARDED_BY(mutex_);
   std::atomic<uint64_t> bytes_read_{0};
 };

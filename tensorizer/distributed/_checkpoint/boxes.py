@@ -14,7 +14,7 @@ from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
 from tensorizer._format.payloads import can_be_filled
 from tensorizer._io.access import Access
-from tensorizer._io.sources import OpenedSource
+from tensorizer._io.sources import OpenedSource, close_between_reads, files_at_once
 from tensorizer._load.open_file import OpenFile, file_of
 from tensorizer._load.parts import WantedPart, read_parts
 from tensorizer._load.reader import ReadOptions, missing_hashes
@@ -104,6 +104,8 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
             opened = self._folder.open(file.name)
         except FileNotFoundError as error:
             raise StreamNotFoundError(f"{self._folder.where}: file {file.name} of the checkpoint is missing") from error
+        if len(self._open) >= files_at_once():
+            close_between_reads(opened)
         nbytes = opened.source.size()
         if nbytes is not None and nbytes != file.nbytes:
             opened.close()
