@@ -14,7 +14,10 @@ import io
 import os
 import secrets
 import shutil
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
 from tensorizer._io.upload_on_close import Forgettable, UploadOnClose
@@ -74,8 +77,11 @@ def _open(uri: str, wanted: str, buffer_size: Optional[int], begin: Optional[int
         return cast(BinaryIO, cached or FsspecReader(fs, path, uri, buffer_size, begin or 0))
     if wanted == "wb+":
         return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), shown_uri(uri)))
-    if wanted == "xb" and fs.exists(path):
-        raise FileExistsError(f"{shown_uri(uri)} exists")
+    if wanted == "xb":
+        with _turn(fs):
+            exists = fs.exists(path)
+        if exists:
+            raise FileExistsError(f"{shown_uri(uri)} exists")
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
 
 
@@ -83,7 +89,7 @@ def remove(uri: str) -> None:
     """Removes a file. Raises ``OSError`` where the file system refuses or cannot, and as :func:`open`."""
     fs, path = _file_system(uri)
     for remove_it in (fs.rm_file, fs.rm):  # some file systems have the second one alone
-        with contextlib.suppress(NotImplementedError), _network_errors(shown_uri(uri)):
+        with contextlib.suppress(NotImplementedError), _calls(fs, shown_uri(uri)):
             remove_it(path)
             return
     raise StreamError(f"{shown_uri(uri)}: this file system removes no files")
@@ -100,7 +106,7 @@ def _open_cached(
     if cache.offline:
         return cached.open_offline()
     name = shown_uri(uri)
-    with _network_errors(name):
+    with _calls(fs, name):
         info = fs.info(path)
     size = info.get("size")
     source = cached.over(_ranges(fs, path, name, size or 0), version_of_info(info), size, name)
@@ -112,7 +118,7 @@ def _ranges(fs: Any, path: str, name: str, size: int) -> _C.RangeSource:
     from tensorizer import _C
 
     def read(offset: int, nbytes: int) -> bytes:
-        with _network_errors(name):
+        with _calls(fs, name):
             data: bytes = fs.cat_file(path, start=offset, end=offset + nbytes)
         return data
 
@@ -120,7 +126,9 @@ def _ranges(fs: Any, path: str, name: str, size: int) -> _C.RangeSource:
         read,
         size,
         name,
-        concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
+        concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS)
+        if _allows_threads(fs)
+        else 1,
         unit_nbytes=_UNIT_NBYTES,
         gap_nbytes=_GAP_NBYTES,
     )
@@ -130,11 +138,44 @@ def _window_nbytes(buffer_size: Optional[int]) -> int:
     return _UNIT_NBYTES if buffer_size is None else max(1, buffer_size)
 
 
+_locks: weakref.WeakKeyDictionary[Any, AbstractContextManager[Any]] = weakref.WeakKeyDictionary()
+_making_a_lock = threading.RLock()  # a collection within it may close a file
+
+
+def _allows_threads(fs: Any) -> bool:
+    """Whether several threads may call a file system at a time; many have one connection for everything, as FTP has.
+
+    Those that work on an event loop of their own do, and a few that are known. A subclass may do anything.
+    """
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    if isinstance(fs, DirFileSystem):
+        return _allows_threads(fs.fs)
+    kind = type(fs)
+    known = kind in (LocalFileSystem, MemoryFileSystem) or kind.__module__.startswith("huggingface_hub.")
+    return known or kind.async_impl is True  # of the class: caches answer for what lies behind them
+
+
+def _turn(fs: Any) -> AbstractContextManager[Any]:
+    """The right to call a file system: one thread after the other, unless it allows more."""
+    with _making_a_lock:
+        lock = _locks.get(fs)
+    if lock is None:
+        if _allows_threads(fs):
+            return contextlib.nullcontext()
+        with _making_a_lock:
+            lock = _locks.setdefault(fs, threading.RLock())
+    return lock
+
+
 @contextlib.contextmanager
-def _network_errors(name: str) -> Iterator[None]:
-    """Drivers raise what their HTTP clients raise; callers know ``OSError``."""
+def _calls(fs: Any, name: str) -> Iterator[None]:
+    """Calls of a file system, in turn. Drivers raise what their HTTP clients raise; callers know ``OSError``."""
     try:
-        yield
+        with _turn(fs):
+            yield
     except FileNotFoundError:  # of which drivers show the path, with what stood in the query
         raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
@@ -176,7 +217,7 @@ def _store(local: str, fs: Any, path: str, uri: str) -> None:
     from fsspec.spec import AbstractFileSystem
 
     if isinstance(fs, AsyncFileSystem) or type(fs).put_file is not AbstractFileSystem.put_file:
-        with _network_errors(shown_uri(uri)):
+        with _calls(fs, shown_uri(uri)):
             fs.put_file(local, path)
         return
     with builtins.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
@@ -221,12 +262,13 @@ class FsspecReader(WindowedReader):
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
         with contextlib.ExitStack() as after_errors:
             after_errors.callback(super().close)  # nothing is open then that the interpreter would have to close
-            with _network_errors(self.name):
+            with _calls(self._fs, self.name):
                 self._file = fs.open(path, "rb", **options)
-            after_errors.callback(self._file.close)
-            with contextlib.suppress(TypeError, io.UnsupportedOperation):  # drivers that know no size
+            after_errors.callback(self._close_file)
+            with contextlib.suppress(TypeError, io.UnsupportedOperation), _turn(fs):  # drivers that know no size
                 self._size = int(self._file.seek(0, io.SEEK_END))
-            self._file.seek(begin)
+            with _turn(fs):
+                self._file.seek(begin)
             after_errors.pop_all()
         self._start_at(begin, _window_nbytes(buffer_size))
 
@@ -234,7 +276,7 @@ class FsspecReader(WindowedReader):
         from tensorizer import _C
 
         if self._source is None:
-            with _network_errors(self.name):
+            with _calls(self._fs, self.name):
                 size = self._fs.size(self._path)
             if size is None:  # read to its end, in order
                 self._source = _C.PyFileSource(self._file, self.name)
@@ -249,7 +291,7 @@ class FsspecReader(WindowedReader):
         return self._size is not None
 
     def _fetch_some(self, offset: int, into: memoryview) -> int:
-        with _network_errors(self.name):
+        with _calls(self._fs, self.name):
             self._file.seek(offset)
             data = self._file.read(len(into))
         into[: len(data)] = data
@@ -262,9 +304,13 @@ class FsspecReader(WindowedReader):
                 raise TruncatedError(f"{self.name}: wanted {self._size} bytes, found {offset}")
             offset, into = offset + got, into[got:]
 
+    def _close_file(self) -> None:
+        with _turn(self._fs):
+            self._file.close()
+
     def close(self) -> None:
         if not self.closed:
-            self._file.close()
+            self._close_file()
             self._drop_window()
         super().close()
 
@@ -284,7 +330,7 @@ class FsspecWriter(Forgettable, io.BufferedIOBase):
         self._beside: Optional[str] = None  # the name until close()
         self._written = False
         try:
-            with _network_errors(self.name):
+            with _calls(self._fs, self.name):
                 self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
         except BaseException:
             super().close()  # nothing is open that the interpreter would have to close
@@ -318,7 +364,7 @@ class FsspecWriter(Forgettable, io.BufferedIOBase):
         """Writes all of ``data``; returns its size in bytes."""
         if self.closed:
             raise ValueError(f"write to closed file {self.name}")
-        with self._whole_or_nothing(), _network_errors(self.name):
+        with self._whole_or_nothing(), _calls(self._fs, self.name):
             with memoryview(data) as view:
                 nbytes = view.nbytes
             self._file.write(data)
@@ -345,7 +391,7 @@ class FsspecWriter(Forgettable, io.BufferedIOBase):
         if self.closed:
             return
         try:
-            with _network_errors(self.name):
+            with _calls(self._fs, self.name):
                 self._file.close()
                 if self._beside is not None:
                     _rename(self._fs, self._beside, self._path)
@@ -360,11 +406,12 @@ class FsspecWriter(Forgettable, io.BufferedIOBase):
         if self.closed:
             return
         self._end_life()
-        _abandon(self._file)
-        unfinished = self._path if self._beside is None and not self._append else self._beside
-        if unfinished is not None and not _is_upload(self._file):
-            with contextlib.suppress(Exception):
-                self._fs.rm_file(unfinished)
+        with _turn(self._fs):
+            _abandon(self._file)
+            unfinished = self._path if self._beside is None and not self._append else self._beside
+            if unfinished is not None and not _is_upload(self._file):
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(unfinished)
         super().close()
 
     def _holds_content(self) -> bool:

@@ -533,3 +533,58 @@ def test_a_stream_that_is_open_at_the_end_is_stored_unless_an_exception_ended_th
     said = "the stream was not closed" if ending == "exit" else "nothing was stored, as RuntimeError ended the writing"
     assert f"x: {said}" in shown
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+class Counted(type(fsspec.filesystem("memory"))):
+    """A file system in memory that counts how many of its calls run at the same time."""
+
+    protocol = "counted"
+    cachable = False
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    lock: ClassVar = threading.Lock()
+    now: ClassVar = 0
+    most: ClassVar = 0
+
+    def _counted(name):
+        def call(self, *arguments, **options):
+            with Counted.lock:
+                Counted.now += 1
+                Counted.most = max(Counted.most, Counted.now)
+            threading.Event().wait(0.005)
+            try:
+                return getattr(super(), name)(*arguments, **options)
+            finally:
+                with Counted.lock:
+                    Counted.now -= 1
+
+        return call
+
+    cat_file, _open, info = map(_counted, ("cat_file", "_open", "info"))
+
+
+@pytest.mark.parametrize("allows", [False, True], ids=["one thread", "threads"])
+def test_a_file_system_is_called_by_several_threads_only_where_it_allows_that(monkeypatch, allows):
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    shared = Counted()
+    monkeypatch.setattr(Counted, "async_impl", allows)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda uri, **_options: (shared, Counted._strip_protocol(uri)))
+    Counted.store.clear()
+    values = {f"t{i}": tensor((2_000_000,), torch.float32, seed=i) for i in range(8)}
+    with TensorSerializer("counted://model.tensors") as serializer:
+        serializer.write_state_dict(values)
+    Counted.most = Counted.now = 0
+    found = [{}, {}]
+
+    def load(number):
+        with TensorDeserializer("counted://model.tensors", device="cpu") as file:
+            found[number].update(file)
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(found[0], values)
+    assert_same(found[1], values)
+    assert (Counted.most > 1) == allows, Counted.most
