@@ -85,6 +85,12 @@ def _open(uri: str, wanted: str, buffer_size: Optional[int], begin: Optional[int
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
 
 
+def allows_threads(uri: str) -> bool:
+    """Whether several threads may open files of a file system at a time. Raises ``ValueError`` as :func:`open`."""
+    fs, _ = _file_system(uri)
+    return _allows_threads(fs)
+
+
 def remove(uri: str) -> None:
     """Removes a file. Raises ``OSError`` where the file system refuses or cannot, and as :func:`open`."""
     fs, path = _file_system(uri)

@@ -6,14 +6,15 @@ A folder, an index file, or the URI of either stands for its shards (docs/safete
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import json
 import os
 import posixpath
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, TypeVar, Union
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.sources import (
@@ -23,6 +24,7 @@ from tensorizer._io.sources import (
     is_path,
     open_source,
     read_checked,
+    sharing,
 )
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location
@@ -38,19 +40,23 @@ from tensorizer.errors import (
     named,
 )
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 # Tried in this order where a folder cannot be listed, and preferred where it can.
 TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
 MAX_INDEX_NBYTES = 100_000_000
 
 #: Under which name the metadata of a file say what it was made from (:mod:`tensorizer._io.forms`).
 ORIGIN_KEY = "tensorizer.made_from"
+# Requests that open files of one store at the same time.
+_OPENED_TOGETHER = 16
 
 # Patterns are compiled when they are first used: each takes as long as importing a small module.
 # "model.safetensors.index.json", with a variant before or behind "index".
 _INDEX_NAME = r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z"
 _SHARD_NAME = r"\.(safetensors|tensors)\Z"
 _NO_PREFIX_SCHEMES = ("redis", "rediss")  # keys are no paths there
-_ASKED_AT_ONCE = ("http", "https", "s3")  # file systems of fsspec need not be safe from several threads
 _HUB_MODEL = r"(?i)hf://(?:models/)?[^/]+/[^/]+/?\Z"  # a whole repository, whatever dots it has
 
 
@@ -104,7 +110,8 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choos
     folder = _ModelFolder.of(file_obj, stream_options)
     if folder is None:
         return open_source(file_obj, stream_options)
-    return folder.open(choose)
+    with sharing():
+        return folder.open(choose)
 
 
 class _ModelFolder(NamedTuple):
@@ -267,14 +274,23 @@ class _ModelFolder(NamedTuple):
     def _open_files_of(self, shards: OpenedShards) -> OpenedShards:
         wanted = re.search(_INDEX_NAME, shards.name)
         assert wanted is not None
+        files = list(dict.fromkeys(shards.weight_map.values()))
+        for file in files:
+            self._check_file_name(shards.name, file, wanted.group(1))
+
+        def open_one(file: str) -> OpenedSource:
+            try:
+                return self.open_file(file)
+            except FileNotFoundError as error:
+                raise StreamNotFoundError(f"{shards.name}: its shard {file!r:.200} is missing ({error})") from None
+
+        if len(files) > 1 and self.remote and _answers_together(self.folder):
+            shards.files.update(zip(files, _opened_together(files, open_one)))
+            return shards
         most_open = files_at_once()
         try:
-            for file in dict.fromkeys(shards.weight_map.values()):
-                self._check_file_name(shards.name, file, wanted.group(1))
-                try:
-                    shards.files[file] = self.open_file(file)
-                except FileNotFoundError as error:
-                    raise StreamNotFoundError(f"{shards.name}: its shard {file!r:.200} is missing ({error})") from None
+            for file in files:
+                shards.files[file] = open_one(file)
                 if len(shards.files) > most_open:
                     close_between_reads(shards.files[file])
         except BaseException:
@@ -293,6 +309,31 @@ class _ModelFolder(NamedTuple):
             raise FormatError(f"{index}: {file!r:.200} is a link to a place outside of the folder")
 
 
+def _answers_together(place: str) -> bool:
+    """Whether several threads may ask a store, of which each answer costs a round trip."""
+    if local_path(place) is not None:
+        return False
+    if scheme_of(place) in ("http", "https", "s3"):
+        return True
+    from tensorizer._io import fsspec
+
+    return fsspec.allows_threads(place)
+
+
+def _opened_together(files: Sequence[str], open_one: Callable[[str], OpenedSource]) -> list[OpenedSource]:
+    """All files, in order; none of them stays open where one cannot be opened, and the first such error is raised."""
+    waiting: list[Future[OpenedSource]] = []
+    try:
+        with _asking(len(files)) as ask:
+            waiting += [ask(open_one, file) for file in files]
+            return [opened.result() for opened in waiting]
+    except BaseException:
+        for opened in waiting:
+            if not opened.cancelled() and opened.exception() is None:
+                opened.result().close()
+        raise
+
+
 def _is_inside(folder: str, path: str) -> bool:
     """Whether a path stays below the folder once links are resolved, or leads to the blobs of a hub cache."""
     root, target = os.path.realpath(folder), os.path.realpath(path)
@@ -309,12 +350,24 @@ def _is_inside(folder: str, path: str) -> bool:
 
 def each_at_once(function: Callable[[str], Found], names: Sequence[str], place: str) -> list[Found]:
     """What a function gives for each name below a place; where every answer takes a round trip, at the same time."""
-    if scheme_of(place) not in _ASKED_AT_ONCE:
+    if len(names) < 2 or not _answers_together(place):
         return list(map(function, names))
-    import concurrent.futures  # not for local files
+    with _asking(len(names)) as ask:
+        return [answer.result() for answer in [ask(function, name) for name in names]]
 
-    with concurrent.futures.ThreadPoolExecutor(len(names), "tensorizer-open") as threads:
-        return list(threads.map(function, names))
+
+@contextlib.contextmanager
+def _asking(count: int) -> Iterator[Callable[..., Future[Any]]]:
+    """Calls functions on threads that know what :func:`sharing` shares; after an error, none is begun."""
+    from concurrent.futures import ThreadPoolExecutor  # not for local files
+
+    with ThreadPoolExecutor(min(count, _OPENED_TOGETHER), "tensorizer-open") as pool:
+        try:
+            # Contexts are for one thread each.
+            yield lambda function, name: pool.submit(contextvars.copy_context().run, function, name)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 # --- their names, and the index --------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
+import threading
+from typing import ClassVar
 
 import pytest
 import reference_format
@@ -371,3 +374,90 @@ def test_any_number_of_shards_is_read_and_written_with_a_bounded_number_of_descr
         (tmp_path / name).mkdir()
     result = fresh_process(MANY_PROGRAM, tmp_path, extension, direct_io, timeout=200)
     assert result.stdout == "right\n", result.stderr
+
+
+class _Objects(http.server.BaseHTTPRequestHandler):
+    """Answers ranges of objects; the first ones wait until there are four, so that those that come alone are seen."""
+
+    protocol_version = "HTTP/1.1"
+    objects: ClassVar[dict[str, bytes]] = {}
+    now = most = 0
+    lock, together = threading.Lock(), threading.Event()
+
+    def log_message(self, *_arguments):
+        pass
+
+    def do_GET(self):
+        kind = type(self)
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        data = kind.objects.get(name)
+        if data is None:
+            self.send_error(404)
+            return
+        if name.startswith("model-"):
+            with kind.lock:
+                kind.now += 1
+                kind.most = max(kind.most, kind.now)
+                if kind.most >= 4:
+                    kind.together.set()
+            kind.together.wait(1)
+            with kind.lock:
+                kind.now -= 1
+        first, last = (int(text) for text in re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
+        part = data[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(part)
+
+
+@pytest.fixture
+def objects():
+    kind = type("Objects", (_Objects,), {"together": threading.Event(), "objects": {}})
+    names = [f"model-{i + 1:05}-of-00008.safetensors" for i in range(8)]
+    for i, name in enumerate(names):
+        kind.objects[name] = st.save({f"w{i}": torch.full((100,), float(i))})
+    weight_map = {f"w{i}": name for i, name in enumerate(names)}
+    kind.objects["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield kind, f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_shards_of_a_server_are_opened_together(objects):
+    kind, host = objects
+    with TensorDeserializer(f"http://{host}/m/", device="cpu") as found:
+        assert [int(found[f"w{i}"][0]) for i in range(8)] == list(range(8))
+    assert kind.most >= 4
+
+
+def test_shards_of_a_bucket_are_opened_together_by_one_client(objects, monkeypatch):
+    client = pytest.importorskip("botocore.client")
+    kind, host = objects
+    made, create = [], client.ClientCreator.create_client
+
+    def counted(*arguments, **options):
+        made.append(1)
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(client.ClientCreator, "create_client", counted)
+    keys = {"s3_access_key_id": "a", "s3_secret_access_key": "b"}
+    options = {**keys, "s3_endpoint": f"http://{host}", "force_http": True, "s3_region_name": "us-east-1"}
+    for _ in range(2):
+        with TensorDeserializer("s3://bucket/m/", device="cpu", stream_options=options) as found:
+            assert [int(found[f"w{i}"][0]) for i in range(8)] == list(range(8))
+    assert kind.most >= 4
+    assert len(made) == 2  # one for each call
+
+
+def test_no_shard_stays_open_where_one_of_a_server_is_missing(objects, leaves_no_descriptors):
+    kind, host = objects
+    del kind.objects["model-00005-of-00008.safetensors"]
+    with pytest.raises(FileNotFoundError, match=r"its shard 'model-00005-of-00008\.safetensors' is missing"):
+        TensorDeserializer(f"http://{host}/m/", device="cpu")

@@ -23,6 +23,7 @@ from tensorizer._io.s3.client import (
     trust_of_parts,
 )
 from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
+from tensorizer._io.sources import shared
 from tensorizer._io.uri import split_uri
 from tensorizer._system.redaction import shown_uri
 
@@ -190,7 +191,7 @@ class S3Access:
 
 
 def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Access:
-    """Finds credentials and endpoint.
+    """Finds credentials and endpoint; those of files that are opened together are found once, and have one client.
 
     Args:
         location: Of the object.
@@ -203,6 +204,10 @@ def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Acces
         configparser.Error: The configuration file is no INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.
     """
+    return shared((options, write, location.is_express), lambda: _resolved(location, options, write))
+
+
+def _resolved(location: S3Location, options: S3Options, write: bool) -> S3Access:
     if options.client_factory is not None:
         client = options.client_factory()
         expect_answers(client)
