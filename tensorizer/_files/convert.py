@@ -15,14 +15,14 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
-from tensorizer._files.copy import copies_beside, copy_file, signature_beside
+from tensorizer._files.copy import copies_beside, copy_file, open_once, signature_beside
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.shards import ORIGIN_KEY, facts_of, index_name, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
-from tensorizer._load.open_file import OpenFile, open_whole
+from tensorizer._load.open_file import OpenFile
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument
@@ -246,7 +246,7 @@ def _open_contents(
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
         return contents_of_tensors(tensors), skipped, [source, *files], None
-    file = stack.enter_context(open_whole(source, access))
+    file = stack.enter_context(open_once(source, access, twice=False))
     return contents_of_file(file, verify=file.index.stores_hashes), [], file.opened.locations, file
 
 

@@ -6,17 +6,22 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
 from tensorizer._io import shards
+from tensorizer._io.access import Access
+from tensorizer._io.shards import open_files
 from tensorizer._io.sinks import WholeFile
-from tensorizer._io.sources import open_source
+from tensorizer._io.sources import OpenedSource, open_source
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._load.authenticity import signature_place
+from tensorizer._load.open_file import WHOLE, OpenFile, chooser, file_of
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import (
     MAY_BE_FORBIDDEN,
@@ -143,6 +148,48 @@ def _from_stream(stream: BinaryIO, target: Any, stream_options: Optional[Mapping
         while piece := stream.read(_PIECE_NBYTES):
             file.append(piece)
     return file.nbytes
+
+
+# --- read once -------------------------------------------------------------------------------------------------------
+
+
+def open_once(source: Any, access: Access, *, twice: bool) -> OpenFile:
+    """Opens a file as :func:`open_whole`, for a caller that reads it `twice`, or not in its order.
+
+    A remote file is copied to a temporary file without a name first where it would be asked for twice: if the caller
+    reads it twice, and if the server knows no ranges. Where the temporary folder has no room for it, it is read as it
+    is. The reads of a copy in the cache of the node need none.
+    """
+    opened = open_files(source, access.stream_options, chooser(access))
+    try:
+        if isinstance(opened, OpenedSource) and (_is_asked_each_time(opened) if twice else _lacks_ranges(opened)):
+            opened = _spooled(opened)
+    except BaseException:
+        opened.close()
+        raise
+    return file_of(opened, access, WHOLE)
+
+
+def _is_asked_each_time(opened: OpenedSource) -> bool:
+    return isinstance(opened.source, (_C.HttpSource, _C.RedisSource, _C.PyRangeSource))
+
+
+def _lacks_ranges(opened: OpenedSource) -> bool:
+    return isinstance(opened.source, _C.HttpSource) and " 200" in opened.source.response_status_line
+
+
+def _spooled(opened: OpenedSource) -> OpenedSource:
+    """The bytes of a source in a temporary file; itself if there is no room."""
+    nbytes = opened.source.size()
+    with tempfile.TemporaryFile() as file:
+        if nbytes is not None and nbytes > shutil.disk_usage(tempfile.gettempdir()).free:
+            return opened
+        sink = _C.FileSink.overwrite(file.fileno(), opened.name)
+        sink.copy_from(opened.source)
+        sink.finish()
+        source = _C.FileSource(file.fileno(), opened.name)
+    opened.close()
+    return opened._replace(source=source, close=source.close)
 
 
 # --- beside the tensors of a model ----------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
+from tensorizer._files.copy import open_once
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access, Trust
-from tensorizer._load.open_file import OpenFile, open_whole
+from tensorizer._load.open_file import OpenFile
 from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TensorizerError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -90,7 +91,8 @@ def verify(
         source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
-        sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere.
+        sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere. A remote file is
+            copied to the temporary folder first, if there is room, so that it is read once.
         fail_fast: Ends at the first tensor that does not match.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
@@ -117,7 +119,7 @@ def verify(
     trust = Trust.of(public_key, signature, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
-    with open_whole(source, access) as file:
+    with open_once(source, access, twice=wanted is not None) as file:
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         source = file.source
         if wanted is not None and source is None:

@@ -67,6 +67,10 @@ _PROLOGUE_NBYTES = 73
 _AUTHENTICATED = {(False, False): None, (True, False): "key", (False, True): "signature", (True, True): "both"}
 
 
+#: How a file is read for work on the whole of it, see :func:`open_whole`.
+WHOLE = ReadOptions(allow_missing_hashes=True, without_key=True)
+
+
 class _Part(NamedTuple):
     """The entries of a read that one file holds."""
 
@@ -786,7 +790,7 @@ def open_whole(source: Any, access: Access) -> OpenFile:
 
     Reads verify where they say so, and take tensors without a digest.
     """
-    return open_file(source, access, ReadOptions(allow_missing_hashes=True, without_key=True))
+    return open_file(source, access, WHOLE)
 
 
 def _of_each(access: Access, files: int) -> Access:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import signal
 import threading
 import time
 
 import pytest
+import samples
+import torch
 from http_tools import (
     CONTENT,
     DATE,
@@ -22,6 +25,7 @@ from http_tools import (
 )
 from servers.http_faults import GOOD, FaultyServer, Reply
 
+import tensorizer
 from tensorizer.errors import StreamError, TruncatedError
 from tensorizer.stream_io import CURLStreamFile, open_stream
 
@@ -361,3 +365,52 @@ def test_a_child_that_is_forked_in_the_middle_of_a_pass_starts_one_of_its_own():
         assert os.waitpid(child, 0)[1] == 0
         thread.join()
         assert results == [content[100_000:1_600_000]]
+
+
+BARE = Reply(ignore_range=True, headers={"etag": None, "last-modified": None})
+
+
+@pytest.fixture(scope="module")
+def values():
+    return {f"t{i:02}": samples.tensor((200_000,), torch.float32, seed=i) for i in range(12)}
+
+
+def asked_for(server) -> list:
+    return [request for request in server.requests if not request.target.endswith(".sig")]
+
+
+@pytest.mark.parametrize("format", ["tensors", "safetensors"])
+def test_convert_asks_a_server_without_ranges_and_validators_once(tmp_path, values, format):
+    content = tensorizer.save(values, format=format)
+    other = "safetensors" if format == "tensors" else "tensors"
+    options = {"http_options": quick()}
+    with FaultyServer(
+        content, default=lambda request: Reply(status=404) if request.target.endswith(".sig") else BARE
+    ) as server:
+        for target in (tmp_path / f"m.{other}", tmp_path / f"again.{format}"):
+            tensorizer.convert(server.url, target, stream_options=options)
+            samples.assert_same(tensorizer.load_file(target), values)
+        assert len(asked_for(server)) == 2
+
+
+@pytest.mark.parametrize("reply", [Reply(), BARE, Reply(ignore_range=True)], ids=["ranges", "bare", "validators"])
+@pytest.mark.parametrize("format", ["tensors", "safetensors"])
+def test_verify_with_a_sha256_reads_a_remote_file_once(values, format, reply):
+    content = tensorizer.save(values, format=format)
+    right = hashlib.sha256(content).hexdigest()
+    options = {"stream_options": {"http_options": quick()}}
+    damaged = bytearray(content)
+    damaged[-70] ^= 1
+    with FaultyServer(content, default=lambda _request: reply) as server:
+        report = tensorizer.verify(server.url, sha256=right, **options)
+        assert report.ok
+        assert report.sha256_matches
+        if reply.ignore_range:
+            assert len(asked_for(server)) == 1
+        else:
+            assert sum(r.range[1] - r.range[0] + 1 for r in asked_for(server)) <= len(content) + (1 << 20)
+        assert tensorizer.verify(server.url, sha256="0" * 64, **options).sha256_matches is False
+    with FaultyServer(bytes(damaged), default=lambda _request: reply) as server:
+        report = tensorizer.verify(server.url, sha256=right, **options)
+        assert report.sha256_matches is False
+        assert bool(report.mismatched) == (format == "tensors")

@@ -132,8 +132,12 @@ class ModelFolder:
     stream_options: Optional[Mapping[str, Any]] = None
     has_revision = False  # whether it is one revision of a repository
     file: Optional[str] = None  # the file of weights that the caller named
-    doubt = ""  # behind messages of what was not found: why that may be wrong
     _below = ""  # the folder inside of what was opened, and a slash
+
+    @property
+    def doubt(self) -> str:
+        """What belongs behind messages of what was not found: why that may be wrong."""
+        return ""
 
     def has(self, name: str) -> bool:
         """Whether there is a file of that name (with ``/`` for folders inside)."""
