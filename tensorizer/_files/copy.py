@@ -37,9 +37,7 @@ logger = logging.getLogger("tensorizer.serialization")
 _PIECE_NBYTES = 1 << 20
 _NOT_WRITABLE = ("http", "https", "redis", "rediss")  # opening the target says so
 
-#: Endings of models in any format.
-MODEL_ENDINGS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
-_INDEXES = tuple(f"{ending}.index" for ending in MODEL_ENDINGS)  # of their shards
+_INDEXES = tuple(f"{ending}.index" for ending in shards.MODEL_ENDINGS)  # of their shards
 
 
 def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
@@ -250,7 +248,7 @@ def is_quantised_by_torchao(config: Any) -> bool:
 
 def _is_left_out(name: str) -> bool:
     signed = name.removesuffix(".sig")  # a signature is of that one file
-    return name.startswith(".") or signed.endswith(MODEL_ENDINGS) or any(index in name for index in _INDEXES)
+    return name.startswith(".") or signed.endswith(shards.MODEL_ENDINGS) or any(index in name for index in _INDEXES)
 
 
 def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:

@@ -56,6 +56,9 @@ _OPENED_TOGETHER = 16
 # "model.safetensors.index.json", with a variant before or behind "index".
 _INDEX_NAME = r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z"
 _SHARD_NAME = r"\.(safetensors|tensors)\Z"
+#: Endings of models in any format.
+MODEL_ENDINGS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+_FILE_ENDINGS = (*MODEL_ENDINGS, ".json", ".sig")  # of files, whose names no folder has
 _NO_PREFIX_SCHEMES = ("redis", "rediss")  # keys are no paths there
 _HUB_MODEL = r"(?i)hf://(?:models/)?[^/]+/[^/]+/?\Z"  # a whole repository, whatever dots it has
 
@@ -144,8 +147,8 @@ class _ModelFolder(NamedTuple):
         if re.search(_INDEX_NAME, name):
             return cls(folder, name, True, stream_options, file_obj)
         is_bucket = scheme == "s3" and "/" not in bare.partition("://")[2]
-        if scheme not in _NO_PREFIX_SCHEMES and not behind and ("." not in name or is_bucket):
-            # A name without an extension may be a file's; what ends with a slash is none.
+        if scheme not in _NO_PREFIX_SCHEMES and not behind and (is_bucket or not name.endswith(_FILE_ENDINGS)):
+            # A name with another extension, or none, may be a file's; what ends with a slash is none.
             return cls(folder_uri(bare), None, True, stream_options, f"{bare}/" if is_bucket else file_obj)
         return None
 

@@ -844,6 +844,26 @@ class TestKeys:
                     assert stream.read() == content
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Llama-3.1-8B.v2", "org/Phi-3.5", "x.tensors.d"])
+def test_a_folder_with_a_dot_in_its_name_is_a_prefix(store, name):
+    for size, file in ((None, "model.safetensors"), (4096, "model.tensors")):
+        store.objects.clear()
+        save_file(state(1), f"s3://bucket/{name}/{file}", max_shard_size=size, stream_options=store.arguments)
+        for place, options in ((f"s3://bucket/{name}", store.arguments), (f"{store.endpoint}/bucket/{name}", None)):
+            for slash in ("", "/"):
+                assert_same(tensorizer.load_file(place + slash, stream_options=options), state(1))
+
+
+def test_a_name_with_a_dot_may_be_a_file(store):
+    store.objects["/bucket/m.v2"] = tensorizer.save(state(1))
+    assert_same(tensorizer.load_file("s3://bucket/m.v2", stream_options=store.arguments), state(1))
+    for name, requests in (("none.v2", 5), ("none.tensors", 1), ("none.safetensors.sig", 1)):
+        store.requests.clear()
+        with pytest.raises(FileNotFoundError, match=f"bucket/{name} "):
+            tensorizer.load_file(f"s3://bucket/{name}", stream_options=store.arguments)
+        assert len(store.requests) == requests
+
+
 def test_what_can_be_no_object_of_a_store_is_a_value_error(store):
     from tensorizer.distributed import TensorizerWriter
 

@@ -17,10 +17,9 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C, stream_io
-from tensorizer._files.copy import MODEL_ENDINGS
 from tensorizer._io import hub_cache
 from tensorizer._io.forms import FolderOfForms, NoteOf
-from tensorizer._io.shards import each_at_once, is_index_name
+from tensorizer._io.shards import MODEL_ENDINGS, each_at_once, is_index_name
 from tensorizer._io.sources import json_content, open_source
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
