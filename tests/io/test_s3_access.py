@@ -104,8 +104,19 @@ class TestCredentials:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         assert key_of(url_of()) == "CHAIN"
 
-    def test_a_missing_config_file_is_passed_over_and_a_broken_one_is_an_error(self, tmp_path):
-        assert key_of(url_of(s3_config_path=str(tmp_path / "nowhere"))) is None
+    @pytest.mark.parametrize("write", [False, True])
+    def test_a_config_file_that_was_named_and_gives_no_keys_is_a_value_error(self, tmp_path, monkeypatch, write):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        write_config(tmp_path / "half", access_key="A", host_base="store.example")
+        (tmp_path / "other").write_text("[another]\naccess_key = A\nsecret_key = B\n")
+        for name in ("nowhere", "half", "other"):
+            for keys in ({}, {"s3_access_key_id": KEY}, {"s3_profile": "p"}):
+                with pytest.raises(ValueError, match=f"s3_config_path.*{name}"):
+                    resolved(write, s3_config_path=str(tmp_path / name), **keys)
+
+    def test_no_config_file_is_passed_over_and_a_broken_one_is_an_error(self, tmp_path):
+        assert key_of(url_of()) is None
         (tmp_path / "s3cfg").write_text("no INI file")
         with pytest.raises(configparser.MissingSectionHeaderError):
             url_of()

@@ -200,7 +200,8 @@ def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Acces
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
-        ValueError: Plain HTTP that nobody asked for; an endpoint that is none; a token without keys.
+        ValueError: Plain HTTP that nobody asked for; an endpoint that is none; a token without keys; a configuration
+            file that was named, and is missing or holds no keys.
         configparser.Error: The configuration file is no INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.
     """
@@ -289,8 +290,10 @@ def _file_or_arguments(options: S3Options) -> Optional[ParsedCredentials]:
         return None
     try:
         return infer(options.access_key_id, options.secret_access_key, options.config_path)
-    except (ValueError, FileNotFoundError):
-        return None
+    except (ValueError, FileNotFoundError) as error:
+        if options.config_path is None:
+            return None
+        raise ValueError(f"s3_config_path: {error}") from None
 
 
 def _identify(session: Any, options: S3Options, config: Optional[ParsedCredentials], anonymous: bool) -> _Identity:
