@@ -6,7 +6,6 @@ A folder, an index file, or the URI of either stands for its shards (docs/safete
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import errno
 import json
 import os
@@ -24,7 +23,6 @@ from tensorizer._io.sources import (
     is_path,
     open_source,
     read_checked,
-    sharing,
 )
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location
@@ -113,6 +111,8 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choos
     folder = _ModelFolder.of(file_obj, stream_options)
     if folder is None:
         return open_source(file_obj, stream_options)
+    from tensorizer._io.shared import sharing
+
     with sharing():
         return folder.open(choose)
 
@@ -362,7 +362,8 @@ def each_at_once(function: Callable[[str], Found], names: Sequence[str], place: 
 @contextlib.contextmanager
 def _asking(count: int) -> Iterator[Callable[..., Future[Any]]]:
     """Calls functions on threads that know what :func:`sharing` shares; after an error, none is begun."""
-    from concurrent.futures import ThreadPoolExecutor  # not for local files
+    import contextvars  # these are not for local files
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(count, _OPENED_TOGETHER), "tensorizer-open") as pool:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import difflib
 import functools
@@ -13,9 +12,8 @@ import json
 import os
 import stat
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
@@ -57,51 +55,6 @@ PathArgument = Union[str, bytes, os.PathLike[str], os.PathLike[bytes], int]
 SourceArgument = Union[PathArgument, ReadableFile, ReadintoFile]
 #: What can be written.
 TargetArgument = Union[PathArgument, WritableFile]
-
-
-# --- what several openings share ------------------------------------------------------------------------------------
-
-Made = TypeVar("Made")
-
-
-class Shared:
-    """What the files that one call opens have in common, as a client of their store. Safe for several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: list[tuple[Any, Any]] = []
-
-    def get(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What was made for an equal `key`, or is made now."""
-        with self._lock:
-            for known, value in self._made:
-                if known == key:
-                    return cast(Made, value)
-            value = make()
-            self._made.append((key, value))
-            return value
-
-
-_shared: contextvars.ContextVar[Optional[Shared]] = contextvars.ContextVar("tensorizer_shared", default=None)
-
-
-def shared(key: Any, make: Callable[[], Made]) -> Made:
-    """What `make` makes: once for all files that :func:`sharing` opens, as far as the `key` is equal."""
-    among = _shared.get()
-    return make() if among is None else among.get(key, make)
-
-
-@contextlib.contextmanager
-def sharing() -> Iterator[None]:
-    """Files that are opened within it, by this thread and those that take its context, share what they can."""
-    if _shared.get() is not None:
-        yield
-        return
-    token = _shared.set(Shared())
-    try:
-        yield
-    finally:
-        _shared.reset(token)
 
 
 # --- opening it -------------------------------------------------------------------------------------------------------

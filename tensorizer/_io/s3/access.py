@@ -23,7 +23,7 @@ from tensorizer._io.s3.client import (
     trust_of_parts,
 )
 from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
-from tensorizer._io.sources import shared
+from tensorizer._io.shared import shared
 from tensorizer._io.uri import split_uri
 from tensorizer._system.redaction import shown_uri
 
