@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
+from tensorizer._files.names import is_quantised_by_torchao
 from tensorizer._io import shards
 from tensorizer._io.access import Access
 from tensorizer._io.shards import open_files
@@ -235,15 +236,6 @@ def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
             f"{config}: torchao, which has quantised this model, keeps the layout of its tensors in the headers of its "
             ".safetensors files, so the library loads only a plain copy of the folder"
         )
-
-
-def is_quantised_by_torchao(config: Any) -> bool:
-    """Whether the configuration of a model, as the library has it or as in its file, says so."""
-    quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
-    method = (
-        quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
-    )
-    return str(getattr(method, "value", method)) == "torchao"
 
 
 def _is_left_out(name: str) -> bool:

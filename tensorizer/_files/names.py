@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +56,12 @@ def state_dict_of(file: OpenFile, tensors: Sequence[torch.Tensor]) -> dict[Any, 
     if double is not None:
         raise file_error(file.source_name, double)
     return {keys[top]: branch(pairs) for top, pairs in below.items()}
+
+
+def is_quantised_by_torchao(config: Any) -> bool:
+    """Whether the configuration of a model, as the library has it or as in its file, says so."""
+    quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
+    method = (
+        quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
+    )
+    return str(getattr(method, "value", method)) == "torchao"

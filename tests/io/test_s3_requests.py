@@ -25,7 +25,7 @@ import tensorizer
 from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, s3, stream_io
 from tensorizer._io import certificates
 from tensorizer._io.s3.client import s3_code
-from tensorizer.errors import StreamError
+from tensorizer.errors import FormatError, StreamError
 from tensorizer.stream_io import HTTPOptions, open_stream
 from tensorizer.torch import save_file
 
@@ -809,11 +809,17 @@ class TestKeys:
                 options = {"max_shard_size": size, "all_files": True, **where}
                 report = convert(tmp_path / "m.safetensors", target, format="tensors", **options)
                 assert all(file.startswith(f"s3://bucket/{name}/model") for file in report.files)
-                for place in (f"s3://bucket/{name}", f"s3://bucket/{name}/", report.files[-1]):
+                prefixes = [f"s3://bucket/{name}", f"s3://bucket/{name}/"]
+                if size is None:  # a save to one named file removes no other one
+                    assert f"/bucket/{name}/model.tensors.index.json" in store.objects
+                    for prefix in prefixes:
+                        with pytest.raises(FormatError, match="found both model.tensors.index"):
+                            TensorDeserializer(prefix, device="cpu", **where)
+                    prefixes = []
+                for place in (*prefixes, report.files[-1]):
                     with TensorDeserializer(place, device="cpu", **where) as file:
                         assert_same(dict(file.items()), tensors)
                 if size is None:
-                    assert f"/bucket/{name}/model.tensors.index.json" in store.objects
                     del store.objects[f"/bucket/{name}/model.tensors"]
             assert f"/bucket/{name}/model.tensors.index.json" not in store.objects
             assert store.objects[f"/bucket/{name}/config.json"] == b"{}"

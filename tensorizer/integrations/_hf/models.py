@@ -18,8 +18,7 @@ from typing import Any, Optional
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tensorizer._files.copy import is_quantised_by_torchao
-from tensorizer._files.names import flat_names
+from tensorizer._files.names import flat_names, is_quantised_by_torchao
 from tensorizer._format.dtypes import CASTABLE, known_dtype, torch_dtype
 from tensorizer._io.access import Trust
 from tensorizer._io.uri import local_path

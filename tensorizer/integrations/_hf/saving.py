@@ -21,7 +21,8 @@ from tensorizer._files.contents import (
     module_contents,
     state_dict_contents,
 )
-from tensorizer._files.copy import is_quantised_by_torchao, other_forms, remove_files, safetensors_beside
+from tensorizer._files.copy import other_forms, remove_files, safetensors_beside
+from tensorizer._files.names import is_quantised_by_torchao
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._io.access import Access
 from tensorizer._io.forms import origin_in
