@@ -8,6 +8,7 @@ from __future__ import annotations
 import configparser
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -146,6 +147,7 @@ class S3Access:
         self._session = session
         self._trust = options.trust
         self._client: Any = None
+        self._making = threading.Lock()
         self.endpoint = endpoint
         self.source = identity.source
         self.refreshes = identity.refreshes
@@ -154,8 +156,9 @@ class S3Access:
 
     @property
     def client(self) -> Any:
-        if self._client is None:
-            self._client = self._make_client()
+        with self._making:  # botocore makes clients of one session in one thread only
+            if self._client is None:
+                self._client = self._make_client()
         return self._client
 
     @property
