@@ -813,7 +813,7 @@ class TestKeys:
                 if size is None:  # a save to one named file removes no other one
                     assert f"/bucket/{name}/model.tensors.index.json" in store.objects
                     for prefix in prefixes:
-                        with pytest.raises(FormatError, match="found both model.tensors.index"):
+                        with pytest.raises(FormatError, match="found both model"):
                             TensorDeserializer(prefix, device="cpu", **where)
                     prefixes = []
                 for place in (*prefixes, report.files[-1]):

@@ -26,6 +26,7 @@ from tensorizer._io.s3.client import (
 from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
 from tensorizer._io.shared import shared
 from tensorizer._io.uri import split_uri
+from tensorizer._system import locks
 from tensorizer._system.redaction import shown_uri
 
 logger = logging.getLogger("tensorizer.s3")
@@ -147,7 +148,8 @@ class S3Access:
         self._session = session
         self._trust = options.trust
         self._client: Any = None
-        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        locks.makers[self] = threading.Lock
         self.endpoint = endpoint
         self.source = identity.source
         self.refreshes = identity.refreshes
@@ -156,7 +158,7 @@ class S3Access:
 
     @property
     def client(self) -> Any:
-        with self._making:  # botocore makes clients of one session in one thread only
+        with self._lock:  # botocore makes clients of one session in one thread only
             if self._client is None:
                 self._client = self._make_client()
         return self._client
