@@ -79,10 +79,10 @@ def files_below(folder):
     return sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock")
 
 
-def entries(folder):
-    """The folders of entries that have a copy."""
+def entries(folder, file="data"):
+    """The folders of entries that have a copy; with another `file`, those that have that one."""
     # Unlike that of pathlib, this passes over folders that somebody renames or removes meanwhile.
-    return sorted(Path(found).parent for found in glob.glob(f"{glob.escape(str(folder))}/tensorizer-1/*/*/*/data"))
+    return sorted(Path(found).parent for found in glob.glob(f"{glob.escape(str(folder))}/tensorizer-1/*/*/*/{file}"))
 
 
 class Site:

@@ -11,10 +11,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, Optional
+from typing import TYPE_CHECKING, Any, BinaryIO, Optional
 
 from tensorizer import _C
-from tensorizer._files.names import is_quantised_by_torchao
 from tensorizer._io import shards
 from tensorizer._io.access import Access
 from tensorizer._io.shards import open_files
@@ -22,7 +21,6 @@ from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import OpenedSource, open_source
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._load.authenticity import signature_place
-from tensorizer._load.open_file import WHOLE, OpenFile, chooser, file_of
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import (
     MAY_BE_FORBIDDEN,
@@ -32,6 +30,9 @@ from tensorizer.errors import (
     is_denied,
 )
 from tensorizer.progress import ProgressArgument, progress_reporter
+
+if TYPE_CHECKING:
+    from tensorizer._load.open_file import OpenFile
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -159,6 +160,8 @@ def open_once(source: Any, access: Access, *, twice: bool) -> OpenFile:
     reads it twice, and if the server knows no ranges. Where the temporary folder has no room for it, it is read as it
     is. The reads of a copy in the cache of the node need none.
     """
+    from tensorizer._load.open_file import WHOLE, chooser, file_of
+
     opened = open_files(source, access.stream_options, chooser(access))
     try:
         if isinstance(opened, OpenedSource) and (_is_asked_each_time(opened) if twice else _lacks_ranges(opened)):
@@ -228,6 +231,8 @@ def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
     config = next((file for file in files if os.path.basename(file) == "config.json"), None)
     if config is None:
         return
+    from tensorizer._files.names import is_quantised_by_torchao  # which needs torch
+
     values: Any = None
     with open(config, "rb") as stream, contextlib.suppress(ValueError):
         values = json.load(stream)

@@ -446,8 +446,8 @@ def test_a_store_is_asked_about_several_files_at_a_time_and_the_first_error_coun
         store.objects[files[2]] = content[:-1]
         assert not td.is_complete(uri, **options)
         store.objects[files[2]] = content
-        store.fail_once = Forever(GetObject=(403, "AccessDenied"))
-        with pytest.raises(OSError, match=r"AccessDenied|403"):
+        store.fail_once = Forever(GetObject=(403, "InvalidAccessKeyId"))
+        with pytest.raises(OSError, match=r"InvalidAccessKeyId|403"):
             td.is_complete(uri, **options)
 
 

@@ -29,7 +29,7 @@ def test_processes_that_start_together_share_what_they_read(tmp_path, folder, ra
 
 def begun(folder, process):
     """Waits until a process makes a copy."""
-    while not list(folder.glob("tensorizer-1/*/*/*/lock")):
+    while not entries(folder, "lock"):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
@@ -109,7 +109,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_nothing_wrong(tmp_path, f
         for round_number in range(6):
             uri = f"{site.url}/m.tensors?round={round_number}"
             process = start(uri, folder)
-            while process.poll() is None and len(list(folder.glob("tensorizer-1/*/*/*/lock"))) <= round_number:
+            while process.poll() is None and len(entries(folder, "lock")) <= round_number:
                 time.sleep(0.001)
             time.sleep(0.03 * round_number)
             process.kill()
