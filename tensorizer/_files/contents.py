@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer import _C
-from tensorizer._format import extra_state
+from tensorizer._format import extra_state, foreign
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
-from tensorizer._io.shards import MAX_INDEX_NBYTES
+from tensorizer._io.shards import MAX_INDEX_NBYTES, parse_index
 from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
 from tensorizer._io.uri import local_path
 from tensorizer._load.fit import shown
@@ -26,7 +25,7 @@ from tensorizer._save.records import Record, extra_states, place_of, record_of, 
 from tensorizer._save.session import check_metadata
 from tensorizer._system.archives import check_zip
 from tensorizer._system.redaction import torch_refusal
-from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError, named
+from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -248,7 +247,7 @@ def files_of_index(path: str) -> list[str]:
     """The files that a local index of pickled ones names. Raises as :func:`pickled_files`."""
     with open(path, "rb") as file:
         text = file.read(MAX_INDEX_NBYTES + 1)
-    weight_map, _ = named(path, _C.parse_shard_index, text)
+    weight_map, _ = parse_index(path, text)
     files = list(dict.fromkeys(weight_map.values()))
     for name in files:
         if os.path.basename(name) != name or not name.endswith(_EXTENSIONS):
@@ -269,9 +268,9 @@ def _is_pickle(source: str) -> bool:
     return head.startswith(_ZIP) or (head.startswith(_PICKLE) and not begins_as_tensors(head))
 
 
-def _head(path: str) -> bytes:
+def _head(path: str, nbytes: int = HEAD_NBYTES) -> bytes:
     with open(path, "rb") as file:
-        return file.read(HEAD_NBYTES)
+        return file.read(nbytes)
 
 
 def read_pickled(
@@ -325,7 +324,9 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon
-        raise FormatError(f"{path}: cannot be read as plain weights: {torch_refusal(error)}") from None
+        told = FormatError(f"{path}: cannot be read as plain weights: {torch_refusal(error)}")
+        foreign.tell_foreign(told, _head(path, foreign.HEAD_NBYTES))
+        raise told from None
     found = _state_dict(content, key)
     if found is None:
         where = f"under key {key!r}" if key else f"as a whole or under {', '.join(_USUAL_KEYS)}"

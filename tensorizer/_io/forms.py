@@ -14,12 +14,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
-from tensorizer import _C
-from tensorizer._io.shards import MAX_INDEX_NBYTES, FileFacts, Origin, facts_of, is_index_name
+from tensorizer._io.shards import MAX_INDEX_NBYTES, FileFacts, Origin, facts_of, is_index_name, parse_index
 from tensorizer._io.sources import open_source, read_checked
 from tensorizer._io.uri import local_path
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import FormatError, named
+from tensorizer.errors import FormatError
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -70,7 +69,7 @@ class FolderOfForms:
         shown = str(shown_location(self.locate(name)))
 
         def parsed(text: bytes) -> frozenset[str]:
-            return frozenset(named(shown, _C.parse_shard_index, text)[0].values())
+            return frozenset(parse_index(shown, text)[0].values())
 
         with contextlib.suppress(FormatError):
             return read_checked(self.locate(name), self.stream_options, parsed, MAX_INDEX_NBYTES)

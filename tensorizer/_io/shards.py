@@ -13,7 +13,7 @@ import posixpath
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union, cast
 
 from tensorizer import _C
 from tensorizer._io.sources import (
@@ -171,7 +171,10 @@ class _ModelFolder(NamedTuple):
             if len({form_stem(name) for name in forms}) > 1:
                 raise FormatError(f"{self.folder}: wanted one index or one model file, found {', '.join(forms)[:300]}")
         if not forms:
+            other = next((name for name in sorted(names) if name.endswith(".gguf")), None)
             found_text = "none" if names else "an empty folder"
+            if other is not None:
+                found_text = f"GGUF, which is not read here: {other}"
             raise StreamIsADirectoryError(
                 errno.EISDIR,
                 f"a folder: wanted a .safetensors or .tensors file, or an index of some, in it, found {found_text}",
@@ -265,7 +268,7 @@ class _ModelFolder(NamedTuple):
         shown = shown_location(self.join(name))
 
         def parsed(text: bytes) -> tuple[dict[str, str], dict[str, str]]:
-            weight_map, metadata = named(shown, _C.parse_shard_index, text)
+            weight_map, metadata = parse_index(shown, text)
             if not weight_map:
                 raise FormatError(f"{shown}: its weight_map names no tensor")
             return weight_map, metadata
@@ -405,6 +408,21 @@ def names_of_model(name: str, among: Iterable[str]) -> list[str]:
     stem, extension = os.path.splitext(name)
     shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}{re.escape(extension)}\Z")
     return sorted(other for other in among if other in (name, index_name(name)) or shard.match(other))
+
+
+def parse_index(name: str, text: bytes) -> tuple[dict[str, str], dict[str, str]]:
+    """The ``weight_map`` and the metadata of an index, with its name in errors.
+
+    Raises:
+        FormatError: It is none.
+    """
+    try:
+        return cast("tuple[dict[str, str], dict[str, str]]", named(name, _C.parse_shard_index, text))
+    except FormatError as error:
+        from tensorizer._format.foreign import tell_foreign  # for errors only
+
+        tell_foreign(error, text, "JSON")
+        raise
 
 
 def is_index_name(name: str) -> bool:

@@ -154,7 +154,11 @@ def json_content(name: str, text: bytes, kind: type = dict) -> Any:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
+        from tensorizer._format.foreign import tell_foreign  # for errors only
+
+        told = ValueError(f"{name} is not JSON: {error}")
+        tell_foreign(told, text, "JSON")
+        raise told from None
     if not isinstance(content, kind):
         raise ValueError(f"{name}: wanted a {kind.__name__} as its content, found a {type(content).__name__}")
     return content

@@ -427,7 +427,23 @@ def _open_index(opened: OpenedSource, access: Access, options: ReadOptions) -> _
     except CryptographyError:
         if not options.without_key or has_key:
             raise
+    except FormatError as error:
+        _say_what_it_is(error, opened)
+        raise
     return _C.open_index(opened.source, opened.start, True)  # it is in clear
+
+
+def _say_what_it_is(error: FormatError, opened: OpenedSource) -> None:
+    from tensorizer._format.foreign import HEAD_NBYTES, tell_foreign  # for errors only
+
+    head = bytearray(HEAD_NBYTES)
+    with contextlib.suppress(Exception):  # what came first says more
+        nbytes = 0
+        while nbytes < len(head) and (
+            got := opened.source.read_up_to(opened.start + nbytes, memoryview(head)[nbytes:])
+        ):
+            nbytes += got
+        tell_foreign(error, bytes(head[:nbytes]))
 
 
 def _may_map(

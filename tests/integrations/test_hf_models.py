@@ -117,6 +117,25 @@ def test_the_library_converts_what_it_stores_in_another_form(tmp_path, library_c
     assert library_calls == ["MixtralForCausalLM"]
 
 
+@pytest.mark.parametrize("name", ["model.tensors", "config.json"])
+def test_a_file_of_a_folder_that_is_something_else_is_told_what_it_is(tmp_path, name):
+    save_pretrained(tiny_models.gpt2(), tmp_path)
+    others = {
+        "a GGUF file": b"GGUF\x03\0\0\0" + bytes(100),
+        "an HTML page": b"<!DOCTYPE html>\n<html></html>",
+        "a git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "a Xet pointer": b"# xet version 0\nfilesize = 1\nhash = '0'\n",
+    }
+    if name == "model.tensors":
+        others["an error message in JSON"] = b'{"error": "Repository not found"}'
+    with serve_folder(tmp_path) as address:
+        for words, data in others.items():
+            (tmp_path / name).write_bytes(data)
+            for source in (tmp_path, address):
+                with pytest.raises(ValueError, match=words):
+                    from_pretrained(transformers.GPT2LMHeadModel, source)
+
+
 def test_the_class_may_be_named_in_every_way(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path)

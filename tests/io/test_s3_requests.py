@@ -84,6 +84,23 @@ def loads(store, expected, uri="s3://bucket/model", **options):
         assert_same(dict(TensorDeserializer(stream, device="cpu", verify_hash=True).items()), expected)
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GGUF\x03\0\0\0" + bytes(100), "a GGUF file"),
+        (b'{"message": "Forbidden"}', "an error message in JSON: 'Forbidden'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        (b"# xet version 0\nfilesize = 1\nhash = '0'\n", "a Xet pointer"),
+    ],
+)
+def test_an_object_of_another_kind_is_told_what_it_is(store, data, words):
+    store.objects["/bucket/model.safetensors"] = data
+    doors = (tensorizer.inspect, tensorizer.verify, lambda source, **options: TensorDeserializer(source, **options))
+    for door in doors:
+        with pytest.raises(tensorizer.FormatError, match=words):
+            door("s3://bucket/model.safetensors", stream_options=store.arguments)
+
+
 def test_only_uploads_over_https_need_certificates(store, monkeypatch):
     for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)

@@ -6,6 +6,7 @@ import errno
 import gzip
 import inspect
 import io
+import json
 import os
 import pickle
 
@@ -14,6 +15,8 @@ import samples
 import torch
 from servers.file_server import serve_folder
 
+import tensorizer
+import tensorizer.torch
 from tensorizer import (
     FormatError,
     StreamError,
@@ -158,6 +161,16 @@ OTHERS = {
         f"version https://git-lfs.github.com/spec/v1\noid {OID}\nsize 7340032\n".encode(),
         ["git-lfs", "git lfs pull", OID, "7340032"],
     ),
+    "pointer-of-xet": (f"# xet version 0\nfilesize = 7340032\nhash = '{'4d7a2146' * 8}'\n".encode(), ["Xet pointer"]),
+    "pointer-of-xet.json": (f'{{"hash":"{"4d7a2146" * 8}","file_size":7340032}}'.encode(), ["Xet pointer"]),
+    "model.gguf": (b"GGUF\x03\0\0\0" + bytes(200), ["GGUF", ".safetensors"]),
+    "123-tensors.gguf": (b"GGUF\x03\0\0\0{" + bytes(200), ["GGUF"]),  # the byte where safetensors has its brace
+    "error.json": (b'{"error":"Invalid username or password."}', ["JSON", "'Invalid username or password.'"]),
+    "detail.json": (b'\xef\xbb\xbf\n{"detail": "Not Found"}', ["JSON", "'Not Found'"]),
+    "nested.json": (b'{"error": {"code": 404, "message": "at http://h/x?token=1"}}', ["JSON", "'at http://h/x'"]),
+    "other.json": (b'{"private_key": "%s"}' % (b"k" * 2000), ["JSON, perhaps the error message of a server"]),
+    "empty.json": (b"{}", ["JSON"]),
+    "short.txt": (b"denied", ["text"]),
 }
 
 
@@ -167,7 +180,77 @@ def test_a_file_of_torch_is_told_to_be_one(tmp_path):
 
 
 def test_a_file_of_another_kind_is_told_what_it_is(tmp_path):
-    tell_what_they_are(tmp_path, {**OTHERS, "text": (b"neither this nor that, but long enough for anything else", [])})
+    tell_what_they_are(tmp_path, {**OTHERS, "bytes": (bytes(range(128, 256)), [])})
+
+
+def test_an_error_about_json_does_not_quote_what_may_be_a_secret(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text('{"private_key": "sEcReTw0rd"}')
+    with pytest.raises(FormatError, match="JSON") as caught:
+        load(path)
+    assert "sEcReTw0rd" not in str(caught.value)
+
+
+DOORS = {
+    "load_file": tensorizer.torch.load_file,
+    "safe_open": tensorizer.torch.safe_open,
+    "inspect": tensorizer.inspect,
+    "verify": tensorizer.verify,
+    "convert": lambda source: tensorizer.convert(source, io.BytesIO()),
+    "stream": lambda source: load(stream_io.open_stream(source)),
+    "cursor": lambda source: load(source, lazy_load=True),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_tells_what_a_file_is(tmp_path, door):
+    for name, (data, _) in OTHERS.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+    with serve_folder(tmp_path) as address:
+        for name, (_, words) in OTHERS.items():
+            for source in (str(tmp_path / f"{name}.safetensors"), f"{address}/{name}.safetensors"):
+                with pytest.raises(FormatError) as caught:
+                    DOORS[door](source)
+                assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("door", [load, tensorizer.torch.load_file, tensorizer.inspect, tensorizer.verify])
+@pytest.mark.parametrize("uri", ["s3://", "s3:///", "s3:///model.tensors", "S3:///a/model.safetensors"])
+def test_a_uri_without_a_bucket_is_a_value_error_that_says_so(door, uri):
+    with pytest.raises(ValueError, match="bucket"):
+        door(uri)
+
+
+def test_a_folder_with_gguf_files_only_is_told_to_be_one(tmp_path):
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    (tmp_path / "README.md").write_text("a model")
+    with pytest.raises(StreamIsADirectoryError, match=r"found GGUF.*model-q4\.gguf"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["page.html", "pointer", "pointer-of-xet", "error.json"])
+def test_pickled_weights_that_are_something_else_tell_what_they_are(tmp_path, name):
+    data, words = OTHERS[name]
+    index = {"metadata": {}, "weight_map": {"weight": "pytorch_model-00001-of-00001.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "pytorch_model-00001-of-00001.bin").write_bytes(data)
+    with pytest.raises(FormatError) as caught:
+        tensorizer.convert(tmp_path / "pytorch_model.bin.index.json", tmp_path / "x.tensors")
+    assert words[0] in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["page.html", "pointer", "pointer-of-xet", "error.json"])
+def test_an_index_of_shards_that_is_something_else_tells_what_it_is(tmp_path, name):
+    data, words = OTHERS[name]
+    (tmp_path / "model.safetensors.index.json").write_bytes(data)
+    (tmp_path / "pytorch_model.bin.index.json").write_bytes(data)
+    for load_it, source in ((load, tmp_path), (tensorizer.convert, tmp_path / "pytorch_model.bin.index.json")):
+        with pytest.raises(FormatError) as caught:
+            load_it(source, *([tmp_path / "x.tensors"] if load_it is tensorizer.convert else []))
+        assert words[0] in str(caught.value), str(caught.value)
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(FormatError, match=r"weight_map \(at byte 16\)$"):
+        load(tmp_path)
 
 
 def tell_what_they_are(tmp_path, others):

@@ -16,14 +16,14 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer import _C, stream_io
+from tensorizer import stream_io
 from tensorizer._io import hub_cache
 from tensorizer._io.forms import FolderOfForms, NoteOf
-from tensorizer._io.shards import MODEL_ENDINGS, each_at_once, is_index_name
+from tensorizer._io.shards import MODEL_ENDINGS, each_at_once, is_index_name, parse_index
 from tensorizer._io.sources import json_content, open_source
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
-from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied, named
+from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied
 
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
@@ -457,7 +457,7 @@ class _CachedRepo(ModelFolder):
         self._fetch([name, f"{name}.sig"])  # a signature is looked for beside the weights
         if name.endswith(".json"):  # an index, and all of its shards have to be there
             index = self._folder / name
-            shards, _ = named(str(index), _C.parse_shard_index, index.read_bytes())
+            shards, _ = parse_index(str(index), index.read_bytes())
             below = name.rpartition("/")[0]
             files = [f"{below}/{file}" if below else file for file in sorted({*shards.values()})]
             self._fetch([*files, *(f"{file}.sig" for file in files)])
