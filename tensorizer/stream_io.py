@@ -39,7 +39,7 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-_S3_MODES = ("ab", "ab+", "rb", "wb", "wb+")
+_S3_MODES = ("rb", "wb", "wb+")
 
 
 # -- what programs may replace in this module, looked up at every call -------------------------------------------------
@@ -127,7 +127,7 @@ def open_stream(
     home folder. A ``str`` with ``://`` is a URI. Its scheme, in upper or lower case, decides:
 
     - ``http``, ``https``: :class:`CURLStreamFile`, mode ``rb`` only;
-    - ``s3``: reading (``rb``) returns a :class:`CURLStreamFile`. Writing (``wb``, ``wb+``, ``ab``, ``ab+``) returns a
+    - ``s3``: reading (``rb``) returns a :class:`CURLStreamFile`. Writing (``wb``, ``wb+``) returns a
       stream whose content becomes the object when you close it. It is a temporary file that is uploaded then. If you
       pass the new stream to a :class:`~tensorizer.TensorSerializer`, it uploads in parts while it writes instead;
     - ``redis``, ``rediss``: ``RedisStreamFile``, mode ``rb`` only;
@@ -172,8 +172,8 @@ def open_stream(
         then whether it is whole: only ``with`` and ``close()`` protect an object from half of its content.
 
     Raises:
-        ValueError: The mode does not fit, the range is empty or negative, no installed package knows the scheme, or a
-            URI lost a slash (``Path("s3://…")``).
+        ValueError: The mode does not fit (S3 objects cannot be appended to), the range is empty or negative, no
+            installed package knows the scheme, or a URI lost a slash (``Path("s3://…")``).
         TypeError: ``path_uri`` is neither a ``str`` nor a ``PathLike`` of one.
         OSError: It cannot be opened. The error is a :class:`~tensorizer.StreamError`, and also a ``FileNotFoundError``
             or ``PermissionError`` if that is the reason.
@@ -219,6 +219,8 @@ def open_stream(
             uri, begin=begin, end=end, buffer_size=buffer_size, certificate_handling=certificate_handling
         )
     if scheme == "s3":
+        if "a" in mode:
+            raise ValueError(f"mode {mode!r}: objects in S3 cannot be appended to; wanted {', '.join(_S3_MODES)}")
         checks.binary_mode(mode, _S3_MODES, scheme)
         options = _s3_options(**locals())
         if "r" in mode:

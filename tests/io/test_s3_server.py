@@ -192,7 +192,7 @@ class TestReading:
 
 
 class TestWritingFiles:
-    @pytest.mark.parametrize("mode", ["wb", "wb+", "ab", "ab+", "bw"])
+    @pytest.mark.parametrize("mode", ["wb", "wb+", "bw"])
     def test_the_content_appears_when_the_file_is_closed(self, store, mode):
         key = f"file-{mode}"
         stream = open_stream(f"s3://bucket/{key}", mode, **store.arguments)

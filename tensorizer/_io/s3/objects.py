@@ -227,7 +227,7 @@ def _upload_file(
 def open_write(uri: str, options: S3Options) -> BinaryIO:
     """A stream whose content becomes the object when it is closed; see :class:`UploadOnClose`.
 
-    It begins empty in every mode. Credentials are used at the upload, not before. What is written by hand goes to a
+    It begins empty. Credentials are used at the upload, not before. What is written by hand goes to a
     temporary file, which boto3 uploads; a serializer writes the parts of an upload instead, without a file.
 
     Raises:
