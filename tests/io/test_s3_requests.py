@@ -476,6 +476,11 @@ class TestChecksums:
             ("UploadPart", (501, "NotImplemented")),
             ("UploadPart", (400, "InvalidArgument")),
             ("PutObject", (400, "InvalidRequest")),
+            ("CreateMultipartUpload", (403, "SignatureDoesNotMatch")),
+            ("CreateMultipartUpload", (400, "UnsupportedHeader")),
+            ("UploadPart", (403, "AccessDenied")),
+            ("UploadPart", (405, "MethodNotAllowed")),
+            ("UploadPart", (400, "XNotKnown")),
         ):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("tensorizer._io.s3.upload._without_checksums", set())
@@ -488,13 +493,39 @@ class TestChecksums:
                 assert not [r for r in store.requests if any("checksum" in field for field in r.headers)], operation
                 assert store.open_uploads == {}
 
-    def test_other_refusals_are_errors(self, store):
-        for operation in ("CreateMultipartUpload", "UploadPart"):
-            store.refuse = {operation: (403, "AccessDenied")}
-            with pytest.raises(StreamError, match="AccessDenied") as caught:
-                save(store, state())
+    def test_a_whole_object_that_is_refused_with_any_code_is_tried_without_its_checksum(self, store):
+        for status, code in ((403, "SignatureDoesNotMatch"), (400, "XNotKnown"), (422, "Unprocessable")):
+            store.refuse = {"PutObject": (status, code)}
+            expected = {"a": torch.full((2,), float(status))}
+            save(store, expected)
+            loads(store, expected)
+
+    def test_what_is_refused_without_checksums_too_is_an_error_that_names_them_and_turns_none_off(self, store):
+        for operation, expected in (
+            ("CreateMultipartUpload", state()),
+            ("UploadPart", state()),
+            ("PutObject", {"a": torch.ones(2)}),
+        ):
+            store.refuse_all = {operation: (403, "AccessDenied")}
+            with pytest.raises(StreamError, match=r"AccessDenied.*checksum.*AccessDenied") as caught:
+                save(store, expected)
+            assert caught.value.status == 403
             assert s3_code(caught.value.__cause__) in ("", "AccessDenied")
+            assert len(store.of(operation)) >= 2
+            store.refuse_all = {}
+            store.requests.clear()
+            save(store, expected)
+            assert any("x-amz-checksum-crc32" in r.headers for r in store.requests), operation
         assert store.open_uploads == {}
+
+    def test_a_refusal_that_is_about_something_else_is_tried_once(self, store):
+        for status, code in ((404, "NoSuchBucket"), (412, "PreconditionFailed"), (403, "InvalidAccessKeyId")):
+            store.refuse_all = {"CreateMultipartUpload": (status, code)}
+            store.requests.clear()
+            with pytest.raises(StreamError, match=code) as caught:
+                save(store, state())
+            assert "checksum" not in str(caught.value)
+            assert len(store.of("CreateMultipartUpload")) == 1
 
     def test_the_aws_variable_turns_them_off(self, store, monkeypatch):
         monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "WHEN_REQUIRED")

@@ -60,6 +60,7 @@ class S3Recorder(Server):
         open_uploads: Parts of unfinished uploads, by id.
         whole_etags: Tags of objects that came in parts, by path.
         refuse: From an operation to the status and code that answer requests of it that carry a checksum.
+        refuse_all: The same for any request of the operation.
         fail_once: The same, once, for any request of the operation.
         echoes_checksums: Whether the answer to a new upload says that its parts are compared.
         hold_parts: So many parts at a time are waited for before one is answered (30 s at most).
@@ -78,6 +79,7 @@ class S3Recorder(Server):
         self.open_uploads: dict[str, dict[int, bytes]] = {}
         self.whole_etags: dict[str, str] = {}
         self.refuse: dict[str, tuple[int, str]] = {}
+        self.refuse_all: dict[str, tuple[int, str]] = {}
         self.fail_once: dict[str, tuple[int, str]] = {}
         self.echoes_checksums = True
         self.hold_parts = 0
@@ -155,6 +157,8 @@ class S3Recorder(Server):
         with_checksum = any(field.startswith(("x-amz-checksum-", "x-amz-sdk-checksum")) for field in request.headers)
         if name in self.fail_once:
             return self._error(*self.fail_once.pop(name))
+        if name in self.refuse_all:
+            return self._error(*self.refuse_all[name])
         if with_checksum and name in self.refuse:
             return self._error(*self.refuse[name])
         given = request.headers.get("x-amz-checksum-crc32")

@@ -26,8 +26,11 @@ MAX_PART_NBYTES = 64 << 20
 ABORT_SECONDS = 5
 URL_SECONDS = 6 * 3600  # each try of each part gets a fresh URL; this bounds one request
 
-# How stores say that they know nothing of checksums.
+# How stores say that they know nothing of checksums. Others say what they like, so every refusal is worth a try without
+# them, except those with these statuses and codes, which are about something else.
 _UNSUPPORTED = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest", "MalformedXML", "NotSupported"})
+_OTHER_STATUSES = frozenset({404, 407, 408, 409, 412, 429})
+_OTHER_CODES = frozenset({"BadDigest", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestTimeTooSkewed"})
 _without_checksums: set[str] = set()  # hosts that said so
 
 
@@ -35,7 +38,8 @@ class S3Upload:
     """One object on its way. Called from upload threads, by several at once for :meth:`request` and :meth:`adapt`.
 
     Each part goes with its CRC-32, signed, so that a store that knows checksums refuses parts that were altered on the
-    way. A store that answers that it knows none gets none from then on, unless the user's AWS settings insist.
+    way. If a store refuses one with a checksum, the request is tried without. A store that takes it then, or answers
+    that it knows none, gets none from then on, unless the user's AWS settings insist.
     """
 
     def __init__(self, access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> None:
@@ -51,6 +55,7 @@ class S3Upload:
         self._lock = threading.Lock()
         locks.makers[self] = threading.Lock
         self._checksums: dict[int, str] = {}  # of the parts that were sent with one
+        self._refusals: dict[int, str] = {}  # of those that were refused with one
         self._store_compares = False  # the upload as a whole has checksums
         self.name = access.describe(location)
 
@@ -59,11 +64,20 @@ class S3Upload:
         try:
             answer = self._create()
         except StreamError as error:
-            if not self._gives_checksums_up(s3_code(error.__cause__)):
+            if not self._gives_checksums_up(error.status or 0, s3_code(error.__cause__)):
                 raise
-            answer = self._create()
+            answer = self._create_without(error)
         self._upload_id = answer["UploadId"]
         self._store_compares = bool(answer.get("ChecksumAlgorithm"))
+
+    def _create_without(self, refusal: StreamError) -> Any:
+        try:
+            answer = self._create()
+        except StreamError as error:
+            error.args = (f"{error}; with checksums (CRC-32) it was refused as well: {_reason_of(refusal)}",)
+            raise
+        self._note_that_none_are_taken()
+        return answer
 
     def _create(self) -> Any:
         params = {"ChecksumAlgorithm": "CRC32"} if self._adds_checksums else {}
@@ -83,24 +97,44 @@ class S3Upload:
         return signed.url, list(signed.headers.items())
 
     def adapt(self, number: int, status: int, reason: str) -> bool:
-        """Whether another try of a part that was refused may do better: without its checksum."""
-        code = re.search(r"\[(\w+)\]", reason)
-        with self._lock:
-            was_sent = number in self._checksums
-        if not was_sent or status not in (400, 501):
-            return False
-        return self._gives_checksums_up(code.group(1) if code else "NotImplemented" if status == 501 else "")
+        """Whether another try of a part that was refused may do better: without its checksum.
 
-    def _gives_checksums_up(self, code: str) -> bool:
-        """Whether a refusal with this code is worth a try without checksums, which later requests then do without."""
+        Raises:
+            StreamError: That was the other try.
+        """
+        found = re.search(r"\[(\w+)\]", reason)
+        code = found.group(1) if found else ""
         with self._lock:
-            if self._insists or code not in _UNSUPPORTED:
+            was_sent, refusal = number in self._checksums, self._refusals.get(number)
+        if was_sent and self._gives_checksums_up(status, code):
+            with self._lock:
+                self._refusals[number] = reason
+            if code in _UNSUPPORTED or status == 501:
+                self._note_that_none_are_taken()
+            return True
+        if was_sent or refusal is None:
+            return False
+        error = StreamError(
+            f"Failed to write {self.name}: {reason}; with a checksum (CRC-32) it was refused as well: {refusal}"
+        )
+        error.source, error.status = self.name, status
+        raise error
+
+    def _gives_checksums_up(self, status: int, code: str) -> bool:
+        """Whether a refusal is worth a try without checksums, which later requests of this upload then do without."""
+        may_be_meant = (400 <= status < 500 and status not in _OTHER_STATUSES) or status == 501
+        with self._lock:
+            if self._insists or not may_be_meant or code in _OTHER_CODES:
                 return False
-            gives_up, self._adds_checksums = self._adds_checksums, False
-            if gives_up:
+            self._adds_checksums = False
+            return True
+
+    def _note_that_none_are_taken(self) -> None:
+        """Has later uploads to the store do without checksums."""
+        with self._lock:
+            if self._host not in _without_checksums:
                 _without_checksums.add(self._host)
                 logger.info("%s takes no checksums with its parts", self.name)
-            return True
 
     def complete(self, etags: list[str]) -> None:
         """Makes the object of its parts.
@@ -116,6 +150,8 @@ class S3Upload:
             # A repeated request whose first answer was lost finds no upload any more, and the object in its place.
             if s3_code(error.__cause__) != "NoSuchUpload" or not self._is_complete(etags):
                 raise
+        if self._refusals:  # the store has taken those parts since
+            self._note_that_none_are_taken()
 
     def _part(self, number: int, etag: str) -> dict[str, Any]:
         part = {"PartNumber": number, "ETag": etag}
@@ -167,6 +203,12 @@ class S3Upload:
             return getattr(self._client, method)(**self._params(method), **params)
         except failures as error:  # missing credentials stay what they are
             raise translated(error, f"{operation} the upload of", self.name) from error
+
+
+def _reason_of(error: StreamError) -> str:
+    """Status and code of a refusal."""
+    code = s3_code(error.__cause__)
+    return f"status {error.status}" + (f" [{code}]" if code else "")
 
 
 def open_multipart_sink(access: S3Access, location: S3Location, options: S3Options) -> _C.MultipartSink:
