@@ -195,7 +195,7 @@ class TestStreamsOfSerializers:
             assert temporary_files() == []
 
     def test_a_store_that_fails_a_part_makes_close_raise_and_stores_nothing(self, store):
-        store.fail_once["UploadPart"] = (403, "AccessDenied")
+        store.refuse_all["UploadPart"] = (403, "AccessDenied")
         stream = open_stream("s3://bucket/denied", "wb+", **store.arguments)
         serializer = TensorSerializer(stream)
         with pytest.raises(StreamError, match="AccessDenied"):

@@ -55,7 +55,7 @@ class S3Upload:
         self._lock = threading.Lock()
         locks.makers[self] = threading.Lock
         self._checksums: dict[int, str] = {}  # of the parts that were sent with one
-        self._refusals: dict[int, str] = {}  # of those that were refused with one
+        self._refusal: Optional[str] = None  # of one that was refused with one
         self._store_compares = False  # the upload as a whole has checksums
         self.name = access.describe(location)
 
@@ -105,10 +105,10 @@ class S3Upload:
         found = re.search(r"\[(\w+)\]", reason)
         code = found.group(1) if found else ""
         with self._lock:
-            was_sent, refusal = number in self._checksums, self._refusals.get(number)
+            was_sent, refusal = number in self._checksums, self._refusal
         if was_sent and self._gives_checksums_up(status, code):
             with self._lock:
-                self._refusals[number] = reason
+                self._refusal = reason
             if code in _UNSUPPORTED or status == 501:
                 self._note_that_none_are_taken()
             return True
@@ -150,7 +150,7 @@ class S3Upload:
             # A repeated request whose first answer was lost finds no upload any more, and the object in its place.
             if s3_code(error.__cause__) != "NoSuchUpload" or not self._is_complete(etags):
                 raise
-        if self._refusals:  # the store has taken those parts since
+        if self._refusal is not None:  # the store has taken those parts since
             self._note_that_none_are_taken()
 
     def _part(self, number: int, etag: str) -> dict[str, Any]:
