@@ -202,9 +202,21 @@ def test_what_names_a_repository_and_what_does_not():
     assert folders.parse_uri("hf://org/name") == ("org/name", None, "")
     assert folders.parse_uri("hf://models/org/name@v1/sub/folder") == ("org/name", "v1", "sub/folder")
     assert folders.parse_uri("hf://org/name@refs%2Fpr%2F1") == ("org/name", "refs/pr/1", "")
-    for uri in ("hf://name", "hf://datasets/org/name", "hf://org"):
-        with pytest.raises(ValueError, match="wanted hf://"):
+    for uri in (
+        "hf://name",
+        "hf://buckets/org/bucket",
+        "hf://buckets/org/bucket/folder",
+        "hf://datasets/org/name",
+        "hf://org",
+    ):
+        with pytest.raises(ValueError, match="wanted a model repository, hf://"):
             folders.parse_uri(uri)
+
+
+def test_a_bucket_of_the_hub_is_refused_with_what_is_supported():
+    for uri in ("hf://buckets/org/bucket", "hf://buckets/org/bucket/models/llama"):
+        with pytest.raises(ValueError, match=r"model repository, hf://org/name.*buckets of the hub"):
+            from_pretrained(None, uri)
 
 
 def test_a_hub_that_names_no_commit_is_not_read(monkeypatch):

@@ -43,7 +43,7 @@ _HOST = torch.device("cpu")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO_ID = re.compile(rf"{_PART}(?:/{_PART})?\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces)/){_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
+_URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces|buckets)/){_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +344,10 @@ def parse_uri(uri: str) -> tuple[str, Optional[str], str]:
     """
     match = _URI.match(uri)
     if match is None:
-        raise ValueError(f"wanted hf://org/name[@revision][/subfolder], found {shown_uri(uri)}")
+        raise ValueError(
+            f"wanted a model repository, hf://org/name[@revision][/subfolder], found {shown_uri(uri)}; of data sets, "
+            "spaces and buckets of the hub only single files can be opened (TensorDeserializer, load_file)"
+        )
     revision = match[2]
     return match[1], None if revision is None else revision.replace("%2F", "/"), (match[3] or "").strip("/")
 
