@@ -210,9 +210,9 @@ def sha256_of_hub_file(uri: str) -> str:
         FormatError: The hub states none, as for small files that it keeps in git.
         ImportError: The package ``huggingface_hub`` is not installed.
     """
-    match = re.fullmatch(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
+    match = re.fullmatch(r"hf://(?:models/)?((?!(?:datasets|spaces|buckets)/)[^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
     if match is None:
-        raise ValueError(f"wanted hf://org/name[@revision]/path, found {shown_uri(uri)}")
+        raise ValueError(f"wanted a file of a model repository, hf://org/name[@revision]/path, found {shown_uri(uri)}")
     import huggingface_hub
 
     url = huggingface_hub.hf_hub_url(match[1], match[3], revision=match[2])

@@ -24,7 +24,7 @@ from tensorizer._io.sources import (
     open_source,
     read_checked,
 )
-from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
+from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query, split_uri
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import (
@@ -146,7 +146,7 @@ class _ModelFolder(NamedTuple):
         folder, _, name = bare.rpartition("/")
         if re.search(_INDEX_NAME, name):
             return cls(folder, name, True, stream_options, file_obj)
-        is_bucket = scheme == "s3" and "/" not in bare.partition("://")[2]
+        is_bucket = scheme == "s3" and not bare.endswith("/") and not split_uri(bare).path
         if scheme not in _NO_PREFIX_SCHEMES and not behind and (is_bucket or not name.endswith(_FILE_ENDINGS)):
             # A name with another extension, or none, may be a file's; what ends with a slash is none.
             return cls(folder_uri(bare), None, True, stream_options, f"{bare}/" if is_bucket else file_obj)

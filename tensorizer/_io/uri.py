@@ -101,6 +101,18 @@ class SplitURI(NamedTuple):
         return f"SplitURI({shown_uri(f'{self.scheme}://{self.authority}/{self.path}')!r})"
 
 
+# Names of access points, which stand in place of a bucket and have slashes or colons in them, as the AWS CLI has them.
+_ARN = re.compile(
+    r"arn:[^:/]+:(?:(?:s3|s3-object-lambda):[a-z0-9-]*:\d{12}:accesspoint[:/][A-Za-z0-9.-]{1,63}"
+    r"|s3-outposts:[a-z0-9-]+:\d{12}:outpost[:/][A-Za-z0-9-]{1,63}[:/]accesspoint[:/][A-Za-z0-9-]{1,63})(?=/|\Z)"
+)
+
+
+def is_arn(bucket: str) -> bool:
+    """Whether what stands in place of a bucket is the whole name of an access point."""
+    return _ARN.fullmatch(bucket) is not None
+
+
 def split_uri(uri: str) -> SplitURI:
     """Takes a URI apart, as :func:`split_query` does. No error quotes what may be a password."""
     rest, behind = split_query(uri)
@@ -108,7 +120,8 @@ def split_uri(uri: str) -> SplitURI:
     scheme, separator, rest = rest.partition("://")
     if not separator:
         return SplitURI("", "", scheme, query)
-    authority, _, path = rest.partition("/")
+    arn = _ARN.match(rest) if scheme.lower() == "s3" else None
+    authority, path = (rest[: arn.end()], rest[arn.end() + 1 :]) if arn else rest.partition("/")[::2]
     return SplitURI(scheme.lower(), authority, path, query)
 
 

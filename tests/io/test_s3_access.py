@@ -239,6 +239,31 @@ class TestEndpoints:
         assert resolved(location=express, s3_endpoint="store.example", **self.BOTH).host == "store.example"
         assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
 
+    @pytest.mark.parametrize(
+        ("bucket", "host"),
+        [
+            ("arn:aws:s3:us-west-2:123456789012:accesspoint/models", "s3-accesspoint.us-west-2"),
+            ("arn:aws:s3:us-west-2:123456789012:accesspoint:models", "s3-accesspoint.us-west-2"),
+            ("arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/models", "s3-object-lambda.us-west-2"),
+        ],
+    )
+    def test_an_access_point_stands_in_place_of_a_bucket_as_for_the_aws_cli(self, bucket, host, caplog):
+        location = parse_s3_uri(f"s3://{bucket}/a/b//m#1.tensors?versionId=3")
+        assert location == S3Location(bucket, "a/b//m#1.tensors", "3")
+        found = resolved(location=location, s3_region_name="us-west-2", **self.BOTH)
+        assert found.endpoint is None
+        url = urlsplit(found.client.generate_presigned_url("get_object", Params=location.params))
+        assert url.hostname == f"models-123456789012.{host}.amazonaws.com"
+        assert url.path.startswith("/a/b//m")
+        assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+
+    def test_an_outpost_has_an_access_point_in_its_name_and_other_arns_are_refused(self):
+        outpost = "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01/accesspoint/models"
+        assert parse_s3_uri(f"s3://{outpost}/k") == S3Location(outpost, "k")
+        for wrong in ("arn:aws:s3:us-west-2:12:accesspoint/models/k", "arn:aws:s3:::bucket/k", "arn:aws:s3/k"):
+            with pytest.raises(ValueError, match="wanted the ARN of an access point"):
+                parse_s3_uri(f"s3://{wrong}")
+
     def test_the_validation_of_answers_is_what_the_aws_variable_says(self, monkeypatch):
         assert resolved(**self.BOTH).client.meta.config.response_checksum_validation == "when_required"
         monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")

@@ -210,7 +210,9 @@ def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Acces
         configparser.Error: The configuration file is no INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.
     """
-    return shared((options, write, location.is_express), lambda: _resolved(location, options, write))
+    return shared(
+        (options, write, location.is_express, location.is_of_aws), lambda: _resolved(location, options, write)
+    )
 
 
 def _resolved(location: S3Location, options: S3Options, write: bool) -> S3Access:
@@ -230,7 +232,7 @@ def _resolved(location: S3Location, options: S3Options, write: bool) -> S3Access
     session = make_session(options.profile)
     identity = _identify(session, options, config, anonymous=not write)
     endpoint = _endpoint(session, options, config)
-    is_default = endpoint is None and not identity.from_chain and not location.is_express
+    is_default = endpoint is None and not identity.from_chain and not location.is_of_aws
     if is_default:
         default = options.write_endpoint if write else options.read_endpoint
         endpoint = _as_url(default, options, config, allow_http=False) if default else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 from urllib.parse import unquote_plus
 
 from tensorizer._io.options import HTTPOptions
-from tensorizer._io.uri import split_uri
+from tensorizer._io.uri import is_arn, split_uri
 from tensorizer._system import checks
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ class S3Location(NamedTuple):
         return self.bucket.endswith("--x-s3")
 
     @property
+    def is_of_aws(self) -> bool:
+        """Whether only AWS has such buckets: those of S3 Express, and access points."""
+        return self.is_express or is_arn(self.bucket)
+
+    @property
     def params(self) -> dict[str, Any]:
         """As requests for the object name it."""
         return {"Bucket": self.bucket, "Key": self.key, **({"VersionId": self.version} if self.version else {})}
@@ -62,6 +67,11 @@ def parse_s3_uri(uri: str) -> S3Location:
         )
     if re.search("[?#]", parts.authority):
         raise ValueError("Invalid S3 URI: wanted s3://bucket/key, found a ? or # in place of the first slash")
+    if parts.authority.startswith("arn:") and not is_arn(parts.authority):
+        raise ValueError(
+            "Invalid S3 URI: wanted the ARN of an access point (arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME) and a key, "
+            f"found {parts.authority}/{parts.path}"
+        )
     if not parts.path:
         raise ValueError(f"Invalid S3 URI: wanted s3://bucket/key, found no key behind s3://{parts.authority}")
     version = unquote_plus(parts.query.removeprefix("versionId=")) if parts.query else None
