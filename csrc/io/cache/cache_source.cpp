@@ -89,8 +89,10 @@ std::shared_ptr<CacheCopy> CacheSource::copy() const {
 
 void CacheSource::rest() noexcept {
   if (!belongs_to_this_process()) return;
-  // What came whole with the opening costs no request.
-  if (view(0, key_.nbytes) != nullptr) begin_load(milliseconds(0), {});
+  try {  // what came whole with the opening costs no request
+    if (view(0, key_.nbytes) != nullptr) begin_load(milliseconds(0), {});
+  } catch (const std::exception&) {  // there is no copy then
+  }
   if (const auto copy = this->copy()) {
     complete(*copy);
     copy->end();
