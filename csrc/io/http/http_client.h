@@ -9,6 +9,7 @@
 #include <optional>
 #include <stop_token>
 #include <string>
+#include <utility>
 
 #include "core/sync.h"
 #include "io/http/http_connections.h"
@@ -142,7 +143,9 @@ struct HttpClient : HttpSender {
     UniqueHttpPermit connection;
 
     // `request`, to `target`, from which it borrows.
-    HttpRequest to_target(HttpRequest request) const { return target->addressed(request); }
+    HttpRequest to_target(HttpRequest request) const {
+      return target->addressed(std::move(request));
+    }
   };
   // `for_socket`, if not null, is a request for direct_read, as far as it can send it.
   Permit enter(const std::stop_token& stop, const HttpRequest* for_socket = nullptr);

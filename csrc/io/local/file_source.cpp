@@ -152,7 +152,7 @@ std::shared_ptr<const FileSource::Handle> FileSource::facts() const {
 }
 
 std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
-  const std::shared_ptr<const Handle> known = facts();
+  std::shared_ptr<const Handle> known = facts();
   if (known->fd) return known;
   std::string path;
   {
