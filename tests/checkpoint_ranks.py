@@ -352,12 +352,12 @@ def a_store_that_refuses(folder: Path) -> None:
         def work(rank):
             error = error_of(lambda: dcp.save(state_of(2, rank), storage_writer=td.TensorizerWriter(uri, **options)))
             assert len(error.failures) == 1, error
-            assert "AccessDenied" in str(error), error
+            assert "InvalidAccessKeyId" in str(error), error
 
         uri = "s3://bucket/c"
         run_ranks(2, lambda rank: dcp.save(state_of(1, rank), storage_writer=td.TensorizerWriter(uri, **options)))
         before = dict(store.objects)
-        store.fail_once["PutObject"] = (403, "AccessDenied")
+        store.fail_once["PutObject"] = (403, "InvalidAccessKeyId")
         run_ranks(2, work)
         assert before.items() <= store.objects.items()
         assert not store.open_uploads
