@@ -41,9 +41,8 @@ _TEXT = re.compile("TZRPAIR2:([0-9a-f]{16}):(.*)", re.DOTALL)
 _IN_CONTENT = re.compile(b"TZRPAIR1|TZRPAIR2:([0-9a-f]{16}):")
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLDER_MAGIC = b"\xfc\x9cF\xf9 j\xa8P\x19"  # of torch's older format, in its first pickle
-_LOOKED_THROUGH_NBYTES = (
-    64 << 20
-)  # of larger files, in which other content is, only the places are read where notes are
+# Of larger files, in which other content is, only the places are read where notes are.
+_LOOKED_THROUGH_NBYTES = 64 << 20
 
 
 class PairNote(NamedTuple):
