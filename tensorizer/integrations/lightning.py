@@ -1,8 +1,6 @@
 """Lightning: checkpoints of a ``Trainer`` or ``Fabric`` as ``.tensors`` files.
 
-Install ``lightning`` or ``lightning-fabric``. The strategies whose ranks write shards
-are in :mod:`tensorizer.integrations.lightning_strategies`; they are names of this module too, resolved when asked for,
-because only they need ``lightning.pytorch``.
+Install ``lightning`` or ``lightning-fabric``.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Any, Optional, Union, cast
+from typing import IO, Any, Optional, Union, cast
 
 import torch
 
@@ -25,7 +23,6 @@ from tensorizer._io.uri import check_is_path, scheme_of
 from tensorizer._save.records import place_of
 from tensorizer._system import locks
 from tensorizer._system.devices import empty
-from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.arrays import array_of, bytes_of, is_array_of_numbers, tensor_of
@@ -51,13 +48,7 @@ except ModuleNotFoundError as error:
         raise
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO  # the package lightning-fabric alone
 
-if TYPE_CHECKING:
-    from tensorizer.integrations.lightning_strategies import TensorizerFSDPStrategy as TensorizerFSDPStrategy
-    from tensorizer.integrations.lightning_strategies import (
-        TensorizerModelParallelStrategy as TensorizerModelParallelStrategy,
-    )
-
-__all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
+__all__ = ["TensorizerCheckpointIO"]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
@@ -77,9 +68,8 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     ``load_from_checkpoint`` of a ``LightningModule`` cannot read these files: pass
     ``load_checkpoint(path)["state_dict"]`` to ``load_state_dict``.
 
-    Strategies that write shards themselves have no plugin for checkpoints: :class:`.TensorizerFSDPStrategy` and
-    :class:`.TensorizerModelParallelStrategy` take their place, and for ``Fabric``
-    :func:`tensorizer.distributed.dcp_default` around ``fabric.save`` and ``fabric.load``.
+    Lightning never calls this class under strategies whose ranks write shards (FSDP, model parallel). With them, put
+    :func:`tensorizer.distributed.dcp_default` around ``trainer.fit``, or around ``fabric.save`` and ``fabric.load``.
 
     Args:
         async_save: Saves in the background. Tensors are copied to host memory before training goes on, so that no
@@ -324,6 +314,3 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
         storage = map_location(tensor.untyped_storage(), "cpu")
         return tensor if storage is None else tensor.to(storage.device)
     return tensor.to(map_location)
-
-
-__getattr__, __dir__ = names_on_demand(__name__)
