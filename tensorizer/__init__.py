@@ -6,10 +6,10 @@ torch nor numpy.
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tensorizer._system.on_demand import names_on_demand
 from tensorizer._version import __version__ as __version__
 from tensorizer.errors import *  # noqa: F403 - every exception of the package
 
@@ -63,6 +63,61 @@ if TYPE_CHECKING:
     from tensorizer.torch import save_file as save_file
     from tensorizer.torch import save_model as save_model
 
+# Public names, and the module that each is imported from when somebody first asks for it. Type checkers see the imports
+# above; a test compares the two.
+_ORIGINS = {
+    "ConversionReport": "tensorizer._files.convert",
+    "convert": "tensorizer._files.convert",
+    "DiffReport": "tensorizer._files.diff",
+    "diff": "tensorizer._files.diff",
+    "FileInfo": "tensorizer._files.inspect",
+    "TensorInfo": "tensorizer._files.inspect",
+    "inspect": "tensorizer._files.inspect",
+    "sign": "tensorizer._files.sign",
+    "VerifyReport": "tensorizer._files.verify",
+    "verify": "tensorizer._files.verify",
+    "FilterFuncType": "tensorizer._format.entries",
+    "TensorType": "tensorizer._format.entries",
+    "LoadReport": "tensorizer._load.report",
+    "TensorDeserializer": "tensorizer.deserializer",
+    "DecryptionParams": "tensorizer.encryption",
+    "EncryptionParams": "tensorizer.encryption",
+    "load_model": "tensorizer.legacy",
+    "serialize_model": "tensorizer.legacy",
+    "TensorSerializer": "tensorizer.serializer",
+    "PublicKey": "tensorizer.signing",
+    "SigningKey": "tensorizer.signing",
+    "load": "tensorizer.torch",
+    "load_file": "tensorizer.torch",
+    "safe_open": "tensorizer.torch",
+    "save": "tensorizer.torch",
+    "save_file": "tensorizer.torch",
+    "save_model": "tensorizer.torch",
+}
+_SUBMODULES = {
+    "cache",
+    "cli",
+    "cuda",
+    "deserializer",
+    "distributed",
+    "encryption",
+    "errors",
+    "integrations",
+    "legacy",
+    "module_tree",
+    "progress",
+    "protobuf",
+    "s3",
+    "serialization",
+    "serializer",
+    "signing",
+    "stream_io",
+    "tensors_pb2",
+    "torch",
+    "torch_compat",
+    "utils",
+}
+
 __all__ = [
     "TensorSerializer",
     "TensorDeserializer",
@@ -76,13 +131,45 @@ __all__ = [
     "utils",
     "protobuf",
     "tensors_pb2",
+    # To here as published, in its order. Submodules of our own are not listed: a star import would put `torch` or
+    # `cuda` in the place of modules that the program imported.
+    "ConversionReport",
+    "DiffReport",
+    "FileInfo",
     "LoadReport",
     "PublicKey",
     "SigningKey",
+    "TensorInfo",
+    "VerifyReport",
+    "convert",
+    "diff",
+    "inspect",
+    "load",
+    "load_file",
+    "load_model",
+    "safe_open",
+    "save",
+    "save_file",
+    "save_model",
+    "serialize_model",
+    "sign",
+    "verify",
 ]
 __all__ += errors.__all__
 
-__getattr__, __dir__ = names_on_demand(__name__)
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _ORIGINS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ORIGINS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def _require_build() -> None:

@@ -5,6 +5,7 @@ boto3, redis and fsspec are imported when you first use a URI that needs them.
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -25,7 +26,6 @@ from tensorizer._io.uri import check_is_path, expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
-from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import stream_errors
 
@@ -87,12 +87,26 @@ def _s3_options(**keywords: Any) -> S3Options:
     )
 
 
-_get, __dir__ = names_on_demand(__name__)
+# The module that each of these names is imported from when somebody first asks for it.
+_ORIGINS = {
+    "CacheOptions": "tensorizer._io.cache",
+    "RedisStreamFile": "tensorizer._io.redis",
+    "_parse_redis_uri": "tensorizer._io.redis",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # The curl program, which nothing here needs any more.
-    return shutil.which("curl") if name == "curl_path" else _get(name)
+    if name == "curl_path":  # the curl program, which nothing here needs any more
+        return shutil.which("curl")
+    if name not in _ORIGINS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ORIGINS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_ORIGINS]
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

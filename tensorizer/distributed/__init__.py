@@ -5,9 +5,8 @@ Names are resolved when asked for.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from tensorizer._system.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from tensorizer._load.report import LoadReport as LoadReport
@@ -22,6 +21,22 @@ if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded
+
+# The module that each name is imported from when somebody first asks for it.
+_ORIGINS = {
+    "LoadReport": "tensorizer._load.report",
+    "RankReport": "tensorizer._load.report",
+    "dcp_default": "tensorizer.distributed._checkpoint.defaults",
+    "VerifyReport": "tensorizer.distributed._checkpoint.existing",
+    "consolidate": "tensorizer.distributed._checkpoint.existing",
+    "is_complete": "tensorizer.distributed._checkpoint.existing",
+    "prune": "tensorizer.distributed._checkpoint.existing",
+    "verify": "tensorizer.distributed._checkpoint.existing",
+    "TensorizerReader": "tensorizer.distributed._checkpoint.reader",
+    "TensorizerWriter": "tensorizer.distributed._checkpoint.writer",
+    "load": "tensorizer.distributed._loading",
+    "load_sharded": "tensorizer.distributed._loading",
+}
 
 __all__ = [
     "LoadReport",
@@ -38,13 +53,18 @@ __all__ = [
     "verify",
 ]
 
-_get, __dir__ = names_on_demand(__name__)
-
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        import torch.distributed
+    if name not in _ORIGINS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch.distributed
 
-        if not torch.distributed.is_available():
-            raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
-    return _get(name)
+    if not torch.distributed.is_available():
+        raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
+    value = getattr(importlib.import_module(_ORIGINS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
