@@ -21,6 +21,7 @@ $ tensorizer convert model.safetensors model.tensors  # adds digests; the result
 $ tensorizer convert folder/ one/ --all               # all shards into one file; the other files are copied
 $ tensorizer verify model.tensors                     # compares every tensor with its digests
 $ tensorizer encrypt model.tensors secret.tensors --generate-key key
+$ tensorizer encrypt secret.tensors other.tensors --in-key-file key --generate-key new.key  # another key
 $ tensorizer diff old.tensors new.tensors --rtol 1e-3
 ```
 
@@ -29,7 +30,7 @@ $ tensorizer diff old.tensors new.tensors --rtol 1e-3
 Results go to standard output, everything else to standard error. `--json` prints one document with `"schema": 1`; sizes
 are integers in bytes, and numbers that JSON lacks are `"Infinity"`, `"-Infinity"` and `"NaN"`. On a terminal, tables
 are cut to its width. Colours appear only on a terminal, unless `NO_COLOR` is set or `TERM` is `dumb`. Control
-characters in names are escaped.
+characters and marks of direction in what a file says (names, dtypes, metadata) are escaped, in JSON too.
 
 [shtab](https://docs.iterative.ai/shtab/) makes completions for bash, zsh and tcsh:
 `shtab --shell bash tensorizer.cli.main.make_parser > ~/.local/share/bash-completion/completions/tensorizer`.
@@ -38,10 +39,9 @@ characters in names are escaped.
 
 No option takes a key or a passphrase itself, because other users can see arguments. A key file holds 32 bytes or 64
 hexadecimal digits; one line end after a passphrase in a file is ignored. If a command needs a key and you name none, it
-reads `TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE`, then prompts on the terminal unless `--no-input` is given.
-`--key-…` names the key of the file (of the target, if the command writes one), `--in-key-…` that of the source of a
-conversion, `--new-key-…` the new one of `rekey`. No output may be the file of a key that the command names, and no
-option takes an empty text.
+reads `TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE`. `--key-…` names the key of the file (of the target, if the
+command writes one), `--in-key-…` that of an encrypted source: `encrypt --in-key-file` changes the key of a file. No
+output may be the file of a key that the command names, and no option takes an empty text.
 
 ## Exit status
 

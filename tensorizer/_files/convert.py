@@ -15,7 +15,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
-from tensorizer._files.copy import copies_beside, copy_file, open_once, signature_beside
+from tensorizer._files.copy import copies_beside, copy_file, has_signature_beside, open_once
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
@@ -175,7 +175,7 @@ def convert(
             if file is not None:
                 _warn_of_signatures(file, source)
             for other, copy in beside:
-                copy_file(other, copy, stream_options=stream_options)
+                copy_file(other, copy, stream_options)
         return ConversionReport(
             source=shown_source,
             target=shown_location(target),
@@ -253,5 +253,5 @@ def _open_contents(
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:
     """Says what is lost: what is written is another file, which nobody has signed."""
     signed = file.index.format == "tensors" and file.source is not None and bool(_C.embedded_signers(file.index))
-    if signed or (is_path(source) and not isinstance(source, int) and signature_beside(source, source)):
+    if signed or (is_path(source) and not isinstance(source, int) and has_signature_beside(source)):
         logger.warning("%s: the new file has no signatures: sign it again", file.source_name)

@@ -7,11 +7,9 @@ import json
 import logging
 import os
 import shutil
-import stat
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from tensorizer import _C
 from tensorizer._io import shards
@@ -29,14 +27,12 @@ from tensorizer.errors import (
     is_absent,
     is_denied,
 )
-from tensorizer.progress import ProgressArgument, progress_reporter
 
 if TYPE_CHECKING:
     from tensorizer._load.open_file import OpenFile
 
 logger = logging.getLogger("tensorizer.serialization")
 
-_PIECE_NBYTES = 1 << 20
 _NOT_WRITABLE = ("http", "https", "redis", "rediss")  # opening the target says so
 
 _INDEXES = tuple(f"{ending}.index" for ending in shards.MODEL_ENDINGS)  # of their shards
@@ -64,90 +60,20 @@ def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str,
         raise StreamExistsError(f"{shown_location(target)} exists (force replaces it)")
 
 
-def copy_file(
-    source: Any,
-    target: Any,
-    *,
-    progress: ProgressArgument = False,
-    stream_options: Optional[Mapping[str, Any]] = None,
-) -> int:
-    """Copies a file between any two places; the target appears when it is complete.
-
-    Args:
-        source: A path or URI; ``"-"`` is standard input.
-        target: A path or URI; ``"-"`` is standard output.
-        progress: ``True`` shows a bar; a callable is told about bytes done.
-        stream_options: Keywords for opening URIs.
-
-    Returns:
-        Bytes copied.
+def copy_file(source: Any, target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> None:
+    """Copies a file between two paths or URIs; the target appears when it is complete.
 
     Raises:
         OSError: It cannot be read or written.
     """
-    if source == "-":
-        return _from_stream(sys.stdin.buffer, target, stream_options)
-    if _has_no_length(source):
-        with open(source, "rb") as stream:
-            return _from_stream(stream, target, stream_options)
-    with contextlib.closing(open_source(source, stream_options)) as opened:
-        total = opened.source.size() or 0  # the bar shows no share where nobody knows it
-        with progress_reporter(progress, total, "copying") as report:
-            if target == "-":
-                return _to_stream(opened.source, sys.stdout.buffer, report)
-            with WholeFile(target, stream_options) as file:
-                file.copy_from(opened.source, report)
-            return file.nbytes
+    opened = open_source(source, stream_options)
+    with contextlib.closing(opened), WholeFile(target, stream_options) as file:
+        file.copy_from(opened.source)
 
 
-def sha256_of_file(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bytes:
-    """The SHA-256 of all bytes of a file at a path or URI."""
-    with contextlib.closing(open_source(source, stream_options)) as opened:
-        return _C.sha256_of(opened.source)
-
-
-def signature_beside(source: Any, target: Any) -> Optional[tuple[Any, Any]]:
-    """The detached signature of a local file, and where it goes with a copy of that; ``None`` where there is none."""
-    if "-" in (source, target) or local_path(source) is None:
-        return None
-    place = signature_place(source)
-    return (place, signature_place(target)) if os.path.isfile(local_path(place) or "") else None
-
-
-def _has_no_length(source: Any) -> bool:
-    """Whether it is a local path whose length the system does not say: a device, a file of /proc. A pipe is ``-``."""
-    if isinstance(source, str) and "://" in source:
-        return False
-    try:
-        found = os.stat(source)
-    except (OSError, ValueError, TypeError):  # opening it says what is wrong
-        return False
-    return stat.S_ISCHR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size == 0)
-
-
-def _to_stream(source: _C.RangeSource, stream: BinaryIO, report: Any) -> int:
-    buffer = memoryview(bytearray(_PIECE_NBYTES))
-    offset = 0
-    while got := source.read_up_to(offset, buffer):
-        stream.write(buffer[:got])
-        offset += got
-        if report is not None:
-            report(offset)
-    stream.flush()
-    return offset
-
-
-def _from_stream(stream: BinaryIO, target: Any, stream_options: Optional[Mapping[str, Any]]) -> int:
-    if target == "-":
-        written = 0
-        while piece := stream.read(_PIECE_NBYTES):
-            written += sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()
-        return written
-    with WholeFile(target, stream_options) as file:
-        while piece := stream.read(_PIECE_NBYTES):
-            file.append(piece)
-    return file.nbytes
+def has_signature_beside(source: Any) -> bool:
+    """Whether a local file has detached signatures (``.sig``)."""
+    return local_path(source) is not None and os.path.isfile(local_path(signature_place(source)) or "")
 
 
 # --- read once -------------------------------------------------------------------------------------------------------

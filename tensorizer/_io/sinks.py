@@ -288,9 +288,9 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
             self._end += nbytes
         self._sink.write_pieces(placed)
 
-    def copy_from(self, source: _C.RangeSource, progress: _Progress = None) -> None:
+    def copy_from(self, source: _C.RangeSource) -> None:
         """The whole of a source, as the whole of a target that begins at its first byte."""
-        self._end = self._sink.copy_from(source, progress)
+        self._end = self._sink.copy_from(source)
 
     def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if exc_type is not None:

@@ -53,7 +53,7 @@ def _why_not(index: _C.Index, has_key: bool) -> str:
     if index.encrypted and has_key:
         return (
             "not authenticated: written by an earlier release, or its annex was removed; write it anew with "
-            "`tensorizer rekey`"
+            "`tensorizer encrypt --in-key-file`"
         )
     if index.format == "safetensors":
         return "not authenticated: .safetensors files hold nothing that a key could be held against"

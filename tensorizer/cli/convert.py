@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 from typing import Any, Optional
@@ -67,27 +66,27 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     encrypted = is_encrypted(arguments.source, options)
     _check_outputs(arguments, options)
     key = decryption(arguments, output, encrypted, prefix="in-", what=escaped(shown_uri(arguments.source)))
-    with contextlib.nullcontext() if arguments.dry_run else encryption(arguments, output) as new_key:
-        report = convert(
-            arguments.source,
-            arguments.target,
-            format=arguments.to,
-            dtype=arguments.dtype and getattr(torch, _DTYPES.get(arguments.dtype, arguments.dtype)),
-            max_shard_size=arguments.max_shard_size,
-            ties=arguments.ties,
-            encryption=new_key,
-            decryption=key,
-            all_files=arguments.all_files,
-            check=not arguments.no_check,
-            keep_order=arguments.keep_order,
-            flatten=arguments.flatten,
-            key=arguments.key,
-            skip_non_tensors=arguments.skip_non_tensors,
-            dry_run=arguments.dry_run,
-            force=arguments.force,
-            progress=output.progress(),
-            stream_options=options,
-        )
+    new_key = None if arguments.dry_run else encryption(arguments, output)
+    report = convert(
+        arguments.source,
+        arguments.target,
+        format=arguments.to,
+        dtype=arguments.dtype and getattr(torch, _DTYPES.get(arguments.dtype, arguments.dtype)),
+        max_shard_size=arguments.max_shard_size,
+        ties=arguments.ties,
+        encryption=new_key,
+        decryption=key,
+        all_files=arguments.all_files,
+        check=not arguments.no_check,
+        keep_order=arguments.keep_order,
+        flatten=arguments.flatten,
+        key=arguments.key,
+        skip_non_tensors=arguments.skip_non_tensors,
+        dry_run=arguments.dry_run,
+        force=arguments.force,
+        progress=output.progress(),
+        stream_options=options,
+    )
     print_report(report, output)
     return OK
 

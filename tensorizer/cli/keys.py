@@ -1,14 +1,12 @@
-"""Where keys come from: files, environment variables, the terminal; never from the arguments themselves."""
+"""Where keys come from: files and environment variables, never the arguments themselves."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import getpass
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Optional
 
 from tensorizer._io.uri import local_path
@@ -25,6 +23,7 @@ __all__ = [
     "decryption",
     "encryption",
     "key_paths",
+    "names_key",
     "write_new_key",
 ]
 
@@ -56,6 +55,12 @@ def key_paths(arguments: argparse.Namespace) -> dict[str, str]:
     named = {option_of(name): value for name, value in vars(arguments).items() if name.endswith(_FILES)}
     named.update((name, env_text(name)) for name in _DEFAULTS)
     return {name: path for name, path in named.items() if path not in (None, "-")}
+
+
+def names_key(arguments: argparse.Namespace, prefix: str = "") -> bool:
+    """Whether one of the options of :func:`add_key_options` names a key or passphrase."""
+    kinds = ("key_file", "key_env", "passphrase_file", "passphrase_env")
+    return any(_option(arguments, prefix, kind) is not None for kind in kinds)
 
 
 def check_keeps_keys(paths: Mapping[str, str], outputs: Sequence[str], copied: Sequence[str] = ()) -> None:
@@ -91,14 +96,14 @@ def _is_same_file(one: str, other: str) -> bool:
 def decryption(
     arguments: argparse.Namespace, output: Output, encrypted: bool, prefix: str = "", what: str = "the file"
 ) -> Optional[DecryptionParams]:
-    """The key for reading: from the arguments, the environment's default, or the terminal.
+    """The key for reading: from the arguments or the environment's default.
 
     Args:
         arguments: Parsed, with the options of `prefix`.
         output: Where notes go.
         encrypted: Whether the file is: a plain one asks for nothing, and a key that is named for it is refused later.
         prefix: As for :func:`add_key_options`.
-        what: The file, for the question on the terminal.
+        what: The file, for the message.
 
     Raises:
         CryptographyError: The file is encrypted and there is no key.
@@ -108,7 +113,7 @@ def decryption(
 
     secret = _from_arguments(arguments, output, prefix)
     if secret is None and encrypted:
-        secret = _from_defaults(output) or _from_terminal(arguments, f"Passphrase for {what}: ", repeat=False)
+        secret = _from_defaults(output)
         if secret is None:
             raise CryptographyError(
                 f"{what}: encrypted; pass --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file or "
@@ -120,87 +125,59 @@ def decryption(
     return DecryptionParams.from_key(value) if is_key else DecryptionParams.from_string(value)
 
 
-@contextlib.contextmanager
 def encryption(
     arguments: argparse.Namespace,
     output: Output,
-    prefix: str = "",
     opslimit: Optional[int] = None,
     memlimit: Optional[int] = None,
     required: bool = False,
-) -> Iterator[Optional[EncryptionParams]]:
-    """The key for writing, for a block that writes; ``None`` if the arguments name none.
+) -> Optional[EncryptionParams]:
+    """The key for writing; ``None`` if the arguments name none.
 
-    A new key is drawn and written when the block first needs it, so an error before that leaves no key file. If the
-    block fails later and the folder of the target is as it was, the key file is removed. For a target in a store it
-    stays, because nobody can tell what the store has.
+    A new key is drawn and written when the writing first needs it, so an error before that leaves no key file.
 
     Raises:
-        UsageError: A key is `required`, and there is neither one nor a terminal to ask on.
+        UsageError: A key is `required`, and there is none.
         StreamExistsError: The file for a new key exists.
     """
     from tensorizer.encryption import EncryptionParams
     from tensorizer.errors import StreamExistsError
 
-    path = _option(arguments, prefix, "generate_key")
+    path = arguments.generate_key
     if path is None:
-        yield _named_for_writing(arguments, output, prefix, opslimit, memlimit, required)
-        return
+        return _named_for_writing(arguments, output, opslimit, memlimit, required)
     if os.path.lexists(path):
         raise StreamExistsError(_EXISTS.format(path))
-    drawn = []
 
     def draw() -> bytes:
         key = EncryptionParams.random().key
         write_new_key(path, key)
-        drawn.append(_files_around(arguments.target))
         output.note(f"wrote a new key to {escaped(path)}")
         return key
 
-    try:
-        yield EncryptionParams.from_provider(draw)
-    except BaseException:
-        if drawn and drawn[0] is not None and _files_around(arguments.target) == drawn[0]:
-            os.unlink(path)
-            output.note(f"removed the new key {escaped(path)}: nothing was encrypted with it")
-        raise
+    return EncryptionParams.from_provider(draw)
 
 
 def _named_for_writing(
     arguments: argparse.Namespace,
     output: Output,
-    prefix: str,
     opslimit: Optional[int],
     memlimit: Optional[int],
     required: bool,
 ) -> Optional[EncryptionParams]:
     from tensorizer.encryption import EncryptionParams
 
-    secret = _from_arguments(arguments, output, prefix)
+    secret = _from_arguments(arguments, output, "")
     if secret is None and required:
-        secret = _from_defaults(output) or _from_terminal(arguments, "New passphrase: ", repeat=True)
+        secret = _from_defaults(output)
         if secret is None:
             raise UsageError(
-                f"no key: pass --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file, "
-                f"--{prefix}passphrase-env or --{prefix}generate-key"
+                "no key: pass --key-file, --key-env, --passphrase-file, --passphrase-env or --generate-key"
             )
     if secret is None:
         return None
     value, is_key = secret
     return EncryptionParams(value) if is_key else EncryptionParams.from_string(value, opslimit, memlimit)
-
-
-def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
-    """What tells the files in the folder of a local target from others; ``None`` for other targets."""
-    if "://" in target:
-        return None
-    folder = target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
-    try:
-        with os.scandir(folder) as entries:
-            facts = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-    except OSError:
-        return {}
-    return {name: (fact.st_ino, fact.st_size, fact.st_mtime_ns) for name, fact in facts.items()}
 
 
 def write_new_key(path: str, key: bytes) -> None:
@@ -240,17 +217,6 @@ def _from_files(output: Output, key_file: Optional[str], passphrase_file: Option
     if key_file is not None:
         return _key_of_file(key_file, output), True
     return None if passphrase_file is None else (_passphrase_of_file(passphrase_file, output), False)
-
-
-def _from_terminal(arguments: argparse.Namespace, question: str, repeat: bool) -> Optional[_Secret]:
-    if arguments.no_input or not sys.stdin.isatty():
-        return None
-    passphrase = getpass.getpass(question)
-    if repeat and getpass.getpass("Again: ") != passphrase:
-        raise UsageError("the passphrases differ")
-    if not passphrase:
-        raise UsageError("the passphrase is empty")
-    return passphrase.encode(), False
 
 
 def _variable(name: str) -> str:

@@ -26,13 +26,10 @@ COMMANDS = {
     "ls": "inspect",
     "verify": "verify",
     "convert": "convert",
-    "cp": "cp",
     "encrypt": "encrypt",
     "decrypt": "encrypt",
-    "rekey": "encrypt",
     "sign": "sign",
     "diff": "diff",
-    "bench": "bench",
     "cache": "cache",
 }
 
@@ -65,7 +62,7 @@ def make_parser(command: Optional[str] = None) -> argparse.ArgumentParser:
     """The parser of the whole command line; with the name of a command, of that alone, and no other is imported."""
     parser = _Parser(
         prog="tensorizer",
-        description="Inspects, verifies, converts, copies, encrypts, signs and compares files of tensors (.tensors, "
+        description="Inspects, verifies, converts, encrypts, signs and compares files of tensors (.tensors, "
         ".safetensors).",
         epilog=_EPILOG,
     )

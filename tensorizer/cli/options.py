@@ -43,7 +43,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="show a bar on standard error; default: on a terminal, after a second",
     )
-    group.add_argument("--no-input", action="store_true", help="never prompt on the terminal")
     group = parser.add_argument_group("reading and writing")
     group.add_argument("--num-readers", type=_positive, metavar="N", help="upper bound of reading threads")
     group.add_argument("--s3-endpoint", metavar="HOST", help="host of the object store; http://HOST for plain HTTP")
@@ -70,10 +69,13 @@ def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[s
     """The keywords for opening `uris`; ``None`` where none of them is in a store.
 
     Raises:
-        UsageError: One is ``-``, which only ``cp`` takes for a standard stream; or it names nothing.
+        UsageError: One is ``-``, which other programs take for a standard stream; or it names nothing.
     """
-    if "-" in uris and arguments.command != "cp":
-        raise UsageError("only cp accepts - for standard input or output; for a file of that name, write ./-")
+    if "-" in uris:
+        raise UsageError(
+            "files of tensors are not read from standard input or written to standard output: for a file "
+            "of the name -, write ./-"
+        )
     for uri in uris:
         _check_names_something(uri)
     if not any(uri.lower().startswith("s3://") for uri in uris):

@@ -51,7 +51,7 @@ print(sorted(commands.choices))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    for command in ("inspect", "ls", "verify", "convert", "cp", "encrypt", "decrypt", "rekey", "diff", "bench"):
+    for command in ("inspect", "ls", "verify", "convert", "encrypt", "decrypt", "diff", "sign", "cache"):
         assert command in result.stdout
 
 
@@ -59,14 +59,14 @@ def test_a_command_imports_its_own_module_and_no_other_ones():
     program = """
 import sys
 from tensorizer.cli.main import make_parser
-make_parser("cp").parse_args(["cp", "a", "b"])
+make_parser("diff").parse_args(["diff", "a", "b"])
 print(*sorted(name for name in sys.modules if name.startswith("tensorizer.cli.")))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     found = {name.rpartition(".")[2] for name in result.stdout.split()}
-    assert "cp" in found
-    assert not found & {"inspect", "verify", "convert", "encrypt", "sign", "diff", "bench", "cache"}
+    assert "diff" in found
+    assert not found & {"inspect", "verify", "convert", "encrypt", "sign", "cache"}
 
 
 def test_the_bar_of_convert_is_there_when_it_is_asked_for_and_needs_tqdm(model, tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def places(tmp_path, model, tensors, key_file):
         (3, "inspect MISSING"),
         (3, "verify MISSING"),
         (3, "diff MODEL MISSING"),
-        (3, "cp MISSING FRESH"),
+        (3, "convert MISSING FRESH"),
         (4, "inspect GARBAGE"),
         (4, "verify CUT"),
         (4, "diff MODEL GARBAGE"),
@@ -198,8 +198,10 @@ def places(tmp_path, model, tensors, key_file):
         (5, "verify SECRET --key-file WRONG"),
         (5, "verify MODEL --key-file KEY"),
         (5, "decrypt SECRET FRESH"),
-        (5, "rekey SECRET FRESH --new-key-file KEY"),
-        (6, "cp MODEL OTHER"),
+        (5, "encrypt SECRET FRESH --key-file KEY"),
+        (5, "encrypt SECRET FRESH --in-key-file WRONG --key-file KEY"),
+        (5, "encrypt MODEL FRESH --in-key-file KEY --key-file KEY"),
+        (6, "convert MODEL OTHER"),
         (6, "convert COMPLEX c.safetensors"),
         (6, "encrypt MODEL FRESH --generate-key KEY"),
     ],
@@ -215,11 +217,11 @@ def test_exit_status(places, tmp_path, monkeypatch, status, command):
     assert places["key"].read_bytes() == KEY
 
 
-def test_encrypt_rekey_and_decrypt_give_the_same_tensors(tmp_path, model, tensors, key_file):
+def test_encrypt_changes_a_key_and_decrypt_gives_the_same_tensors(tmp_path, model, tensors, key_file):
     secret, again, clear = tmp_path / "secret", tmp_path / "again", tmp_path / "clear.tensors"
     new_key = tmp_path / "new key"
     assert run("encrypt", model, secret, "--key-file", key_file).returncode == 0
-    result = run("rekey", secret, again, "--key-file", key_file, "--new-generate-key", new_key)
+    result = run("encrypt", secret, again, "--in-key-file", key_file, "--generate-key", new_key)
     assert result.returncode == 0, result.stderr
     assert new_key.stat().st_mode & 0o777 == 0o600
     assert new_key.stat().st_size == 32
@@ -323,88 +325,12 @@ def test_equal_digests_need_no_payload(tmp_path, model, tensors):
     assert (document["ok"], document["same"], document["nbytes_read"]) == (True, 4, 0)
 
 
-def test_copies_go_through_pipes_and_never_replace_without_force(tmp_path, model):
-    target = tmp_path / "copy"
-    piped = run("cp", model, "-")
-    assert piped.stdout == model.read_bytes()
-    assert run("cp", "-", target, stdin=piped.stdout).returncode == 0
-    assert target.read_bytes() == model.read_bytes()
-    assert run("cp", model, target).returncode == 6
-    assert run("cp", "--force", "--verify", model, target).returncode == 0
-
-
-def test_cp_verifies_digests_or_bytes_and_says_in_a_sentence_what_is_wrong(tmp_path, model, tensors, key_file):
-    plain = tmp_path / "plain.safetensors"
-    assert run("convert", model, plain).returncode == 0
-    copied = run("cp", "-v", "--verify", plain, tmp_path / "copy")
-    assert copied.returncode == 0, copied.stderr
-    assert b"compared byte by byte with the source" in copied.stdout + copied.stderr
-    text = tmp_path / "config.json"
-    for content in ("{}", '{"data":{"a":1}}'):  # the second has a brace where safetensors files have one
-        text.write_text(content)
-        assert run("cp", "--verify", "--force", text, tmp_path / "config.copy").returncode == 0
-        assert (tmp_path / "config.copy").read_text() == content
-    refused = run("cp", "--verify", plain, "-")
-    assert refused.returncode == 2
-    assert b"cannot read standard output again" in refused.stderr
-    encrypted = tmp_path / "encrypted.tensors"
-    assert run("encrypt", "--key-file", key_file, model, encrypted).returncode == 0
-    without_key = run("cp", "--verify", "--no-input", encrypted, tmp_path / "none")
-    assert without_key.returncode == 5
-    assert b"encrypted; pass --key-file" in without_key.stderr
-    assert not (tmp_path / "none").exists()
-    assert run("cp", "--verify", "--key-file", key_file, encrypted, tmp_path / "encrypted.copy").returncode == 0
-    damaged = tmp_path / "damaged.tensors"
-    damaged.write_bytes(model.read_bytes())
-    flip(damaged, -100)
-    wrong = run("cp", "--verify", damaged, tmp_path / "none")
-    assert wrong.returncode == 1
-    assert b"nothing was copied" in wrong.stderr
-    assert not (tmp_path / "none").exists()
-
-
-def test_cp_verify_copies_no_file_of_tensors_that_cannot_be_read(tmp_path, model):
-    plain = tmp_path / "plain.safetensors"
-    assert run("convert", model, plain).returncode == 0
-    whole, cut = model.read_bytes(), plain.read_bytes()[:-100]
-    unknown_version = whole[:5] + b"\x7f" + whole[6:]
-    for name, content in (
-        ("cut.tensors", whole[:-100]),
-        ("cut", whole[:-100]),
-        ("empty.tensors", b""),
-        ("version", unknown_version),
-        ("cut.safetensors", cut),
-        ("other", cut),
-    ):
-        (tmp_path / name).write_bytes(content)
-        result = run("cp", "--verify", tmp_path / name, tmp_path / "none")
-        assert (result.returncode, result.stdout) == (4, b""), (name, result)
-        assert name.encode() in result.stderr
-        assert not (tmp_path / "none").exists()
-
-
 def test_an_interrupt_is_status_130_and_silent(model, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tensorizer._files.inspect.inspect", interrupt)
     assert run("inspect", model) == (130, b"", b"")
-
-
-def test_bench_prints_medians(model):
-    document = json.loads(run("bench", "--json", "--repeat", "2", "--readers", "1,2", model).stdout)
-    assert [phase["name"] for phase in document["phases"]] == ["load, 1 readers", "load, 2 readers", "load, verified"]
-    assert all(len(phase["seconds"]) == 2 for phase in document["phases"])
-
-
-def test_bench_says_which_package_cannot_read_the_file_and_measures_the_others(model):
-    options = ["--repeat", "1", "--compare", "torch,safetensors", model]
-    status, _, err = run("bench", *options)
-    assert status == 0
-    assert b"torch cannot read it" in err
-    assert b"safetensors cannot read it" in err
-    document = json.loads(run("bench", "--json", *options).stdout)
-    assert [phase["name"] for phase in document["phases"]] == ["load", "load, verified"]
 
 
 def test_the_reference_page_lists_every_command_and_option():
@@ -481,14 +407,6 @@ def test_indexes_of_the_wrong_form_are_no_valid_files(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_a_device_that_is_not_there_is_a_wrong_argument(model):
-    devices = ["nonsense"] if torch.cuda.is_available() else ["nonsense", "cuda"]
-    for device in devices:
-        result = run("bench", model, "--device", device)
-        assert result.returncode == 2
-        assert device.encode() in result.stderr
-
-
 def test_diff_compares_names_whether_a_tensor_is_stored_once_or_under_each(tmp_path):
     shared = torch.arange(6.0)
     tied, apart = {"a": shared, "b": shared, "c": torch.ones(2)}, {"a": shared, "b": shared.clone(), "c": torch.ones(2)}
@@ -527,46 +445,13 @@ def test_a_new_key_is_written_when_the_writing_begins_so_errors_before_leave_non
     assert run("verify", "memory://store/model.tensors", "--key-file", key).returncode == 0
 
 
-def test_a_new_key_stays_only_where_something_was_encrypted_with_it(tmp_path, model, key_file, monkeypatch):
-    encrypted = write(tmp_path / "encrypted.tensors", {"a": torch.ones(2)}, encryption=EncryptionParams(KEY))
-    damaged = tmp_path / "damaged.tensors"
-    damaged.write_bytes(model.read_bytes()[:-5000])
-    (tmp_path / "out").mkdir()
-    existing = tmp_path / "out" / "existing.tensors"
-    existing.write_bytes(b"old")
-    target, key = tmp_path / "out" / "m.tensors", tmp_path / "new.key"
-    refused = (
-        ("encrypt", damaged, target, "--generate-key", key),
-        ("encrypt", encrypted, target, "--generate-key", key),
-        ("encrypt", "/nowhere", tmp_path / "other" / "m.tensors", "--generate-key", key),
-        ("convert", damaged, target, "--generate-key", key),
-        ("convert", model, existing, "--generate-key", key),
-        ("convert", model, tmp_path / "out" / "m.safetensors", "--generate-key", key),
-        ("rekey", damaged, target, "--key-file", key_file, "--new-generate-key", key),
-        ("rekey", model, target, "--key-file", key_file, "--new-generate-key", key),
-    )
-    for command in refused:
-        result = run(*command)
-        assert result.returncode not in (0, 2), (command, result)
-        assert not key.exists(), (command, result)
-        assert [path.name for path in (tmp_path / "out").iterdir()] == [existing.name]
+def test_a_new_key_is_never_written_over_a_file_and_not_for_a_dry_run(tmp_path, model):
+    target, key = tmp_path / "m.tensors", tmp_path / "new.key"
     assert run("convert", "--dry-run", model, target, "--generate-key", key).returncode == 0
     assert not key.exists()
     key.write_bytes(b"of somebody else")
     assert run("encrypt", model, target, "--generate-key", key).returncode == 6
     assert key.read_bytes() == b"of somebody else"
-    key.unlink()
-
-    def fail(*_, **__):
-        raise OSError("the disk is gone")
-
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text("{}")
-    (tmp_path / "source" / "model.tensors").write_bytes(model.read_bytes())
-    monkeypatch.setattr("tensorizer._files.convert.copy_file", fail)  # when the tensors are there already
-    result = run("convert", "--all", tmp_path / "source", target, "--generate-key", key)
-    assert result.returncode == 3
-    assert run("verify", target, "--key-file", key).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -576,14 +461,12 @@ def test_a_new_key_stays_only_where_something_was_encrypted_with_it(tmp_path, mo
         "convert - m.tensors",
         "encrypt MODEL - --key-file KEY",
         "decrypt - m.tensors --key-file KEY",
-        "rekey MODEL - --key-file KEY",
         "inspect -",
         "verify -",
         "diff MODEL -",
-        "bench -",
     ],
 )
-def test_standard_streams_are_refused_by_other_commands_than_cp(places, tmp_path, monkeypatch, command):
+def test_standard_streams_are_refused_by_every_command(places, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     result = run(*(places[word.lower()] if word.isupper() else word for word in command.split()))
     assert result.returncode == 2, result
@@ -602,10 +485,7 @@ def test_uris_that_name_no_object_are_wrong_arguments_and_become_no_local_paths(
     before = sorted(tmp_path.iterdir())
     needs_key = b"an s3 URI needs a bucket and a key"
     cases = [
-        *((needs_key, "cp", model, uri) for uri in ("s3://k", "s3://k/", "S3://k//")),
-        *((needs_key, "cp", model, uri, "--force") for uri in ("s3://k", "s3://k/")),
-        *((needs_key, "cp", uri, "out") for uri in ("s3://k", "s3://k/", "s3://k/?versionId=1")),
-        *((needs_key, command, "s3://k") for command in ("inspect", "verify", "bench")),
+        *((needs_key, command, "s3://k") for command in ("inspect", "verify")),
         (needs_key, "diff", model, "s3://k"),
         (needs_key, "convert", model, "s3://k", "--force"),
         (needs_key, "encrypt", model, "s3://k/", "--key-file", key_file),
@@ -637,8 +517,8 @@ def test_diff_names_the_file_that_needs_a_key(model, tmp_path, tensors):
 def test_named_pipes_are_refused_and_not_waited_for(model, tmp_path, key_file):
     for name in ("pipe.tensors", "pipe.bin", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
         os.mkfifo(tmp_path / name)
-        for command in (("inspect",), ("verify",), ("convert",), ("diff", model), ("cp",), ("bench",)):
-            target = [tmp_path / "out"] if command[0] in ("convert", "cp") else []
+        for command in (("inspect",), ("verify",), ("convert",), ("diff", model)):
+            target = [tmp_path / "out"] if command[0] == "convert" else []
             result = run(*command, tmp_path / name, *target)
             assert result.returncode == 3, (name, command, result)
             assert b"pipe" in result.stderr
@@ -660,16 +540,3 @@ def test_diff_knows_the_names_of_a_root_module_with_and_without_their_dot(tmp_pa
     assert run("convert", tmp_path / "m.tensors", tmp_path / "m.safetensors").returncode == 0
     assert run("diff", tmp_path / "m.tensors", tmp_path / "m.safetensors").returncode == 0
     assert run("diff", tmp_path / "m.safetensors", tmp_path / "m.tensors").returncode == 0
-
-
-def test_bench_drops_every_local_file_from_the_cache_and_says_that_remote_ones_have_none(tmp_path, model, tensors):
-    for place in (model, f"file://{model}"):
-        done = run("bench", "--cold", "--repeat", "1", place)
-        assert done.returncode == 0, done.stderr
-    folder = tmp_path / "shards"
-    assert run("convert", model, folder / "model.safetensors", "--max-shard-size", "1KB").returncode == 0
-    done = run("bench", "--cold", "--repeat", "1", folder)
-    assert done.returncode == 0, done.stderr
-    refused = run("bench", "--cold", "https://127.0.0.1:9/model.tensors")
-    assert refused.returncode == 2
-    assert b"--cold needs a local file" in refused.stderr

@@ -63,17 +63,16 @@ def test_an_output_never_replaces_the_file_of_a_key(folder):
         ("--generate-key", f"convert m.tensors new.tensors --max-shard-size 5KB --generate-key {shard}"),
         ("--generate-key", "convert src new/m.tensors --all --generate-key new/config.json"),
         ("--generate-key", "convert m.tensors same --dry-run --generate-key same"),
-        ("--new-generate-key", "rekey secret.tensors same --key-file key --new-generate-key same"),
+        ("--generate-key", "encrypt secret.tensors same --in-key-file key --generate-key same"),
         ("--key-file", "encrypt m.tensors key --force --key-file key"),
         ("--key-file", "encrypt m.tensors key --force --key-file link"),
         ("--key-file", "encrypt m.tensors link --force --key-file key"),
         ("--passphrase-file", "encrypt m.tensors key --force --passphrase-file key"),
         ("--key-file", "decrypt secret.tensors key --force --key-file key"),
-        ("--key-file", "rekey secret.tensors key --force --key-file key --new-key-env K"),
-        ("--new-key-file", "rekey secret.tensors key --force --key-env K --new-key-file key"),
+        ("--in-key-file", "encrypt secret.tensors key --force --in-key-file key --key-env K"),
+        ("--key-file", "encrypt secret.tensors key --force --in-key-env K --key-file key"),
         ("--in-key-file", "convert secret.tensors key --force --in-key-file key"),
         ("--key-file", "convert src dst/m.tensors --all --force --key-file dst/config.json"),
-        ("--key-file", "cp --verify secret.tensors key --force --key-file key"),
         ("--key", "sign m.tensors --force --key signing --output signing"),
         ("--file-key-file", "sign secret.tensors --force --key signing --file-key-file key --output key"),
         ("TENSORIZER_KEY_FILE", "decrypt secret.tensors key --force"),
@@ -110,11 +109,10 @@ def test_an_option_with_an_empty_text_is_never_taken_as_not_given(folder):
         "convert m.tensors plain.tensors": "key-file key-env passphrase-file passphrase-env generate-key in-key-file "
         "in-key-env in-passphrase-file in-passphrase-env key max-shard-size s3-endpoint s3-profile",
         "encrypt m.tensors plain.tensors": "key-file key-env passphrase-file passphrase-env generate-key opslimit",
-        "rekey secret.tensors plain.tensors --key-file key": "new-key-file new-passphrase-env new-generate-key",
+        "encrypt secret.tensors plain.tensors --key-file key": "in-key-file in-passphrase-env",
         "verify m.tensors": "public-key signature sha256 filter key-file",
         "sign m.tensors --key signing": "output file-key-file",
         "sign m.tensors": "key generate-key",
-        "bench m.tensors": "compare readers device",
         "cache prune --cache out": "location max-size older-than",
         "cache ls": "cache",
     }
@@ -130,7 +128,13 @@ def test_an_option_with_an_empty_text_is_never_taken_as_not_given(folder):
 
 
 def test_messages_say_what_the_user_gave(folder):
-    refused(folder, ["encrypt", "secret.tensors", "e2", "--key-file", "key"], "is encrypted already", "rekey", status=5)
+    refused(
+        folder,
+        ["encrypt", "secret.tensors", "e2", "--key-file", "key"],
+        "is encrypted already",
+        "--in-key-file",
+        status=5,
+    )
     refused(folder, ["encrypt", "m.tensors", "e", "--generate-key", "nodir/k"], "nodir/k: No such file", status=3)
     refused(folder, ["sign", "--generate-key", "nodir/k"], "nodir/k: No such file", status=3)
     reads_pickles = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
@@ -152,7 +156,7 @@ def test_what_the_configuration_of_a_store_lacks_is_told_in_one_line(folder, mon
     monkeypatch.setattr(stream_io, "_s3_default_config_paths", (str(broken),))
     nothing = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), str(folder / "missing"))
     nothing["AWS_EC2_METADATA_DISABLED"] = "true"
-    copy = ["cp", "--force", "m.tensors", "s3://bucket/m", "--s3-endpoint", "http://127.0.0.1:9"]
+    copy = ["convert", "--force", "--no-check", "m.tensors", "s3://bucket/m", "--s3-endpoint", "http://127.0.0.1:9"]
     refused(folder, [*copy, "--s3-profile", "nobody"], "profile (nobody)", status=3, **nothing)
     refused(folder, copy, "Unable to locate credentials", status=3, **nothing)
     broken.write_text("access_key = A\n")

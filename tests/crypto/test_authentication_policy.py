@@ -23,7 +23,7 @@ def test_a_file_of_an_earlier_release_loads_and_the_log_says_what_is_missing(cap
         assert file.authenticated is None
         assert same(file["a"], values()["a"])
     assert sum("earlier release" in record.message for record in caplog.records) == 1
-    with pytest.raises(AuthenticationError, match="tensorizer rekey"):
+    with pytest.raises(AuthenticationError, match="tensorizer encrypt --in-key-file"):
         opened(data, encryption=OPEN, require_authenticated=True)
 
 

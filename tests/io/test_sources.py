@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import os
@@ -520,3 +521,64 @@ def test_text_from_an_object_that_nobody_knows_is_a_type_error_that_says_how_to_
 
     with pytest.raises(TypeError, match=r"read\(\), found str; open the file in binary mode"):
         TensorDeserializer(Texts(), device="cpu")
+
+
+class Counting(io.RawIOBase):
+    """A file object that writes down where it is read."""
+
+    def __init__(self, file):
+        self.file, self.reads = file, []
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=0):
+        return self.file.seek(offset, whence)
+
+    def tell(self):
+        return self.file.tell()
+
+    def readinto(self, buffer):
+        offset = self.file.tell()
+        got = self.file.readinto(buffer)
+        self.reads.append((offset, got))
+        return got
+
+
+STATE = {f"large.{i}": tensor((1 << 20, 3), torch.float32, seed=i) for i in range(5)} | {
+    f"small.{i}": tensor((i, 5), torch.float16, seed=i) for i in range(50)
+}
+
+
+def test_a_file_object_is_read_once_and_in_order(tmp_path):
+    path = tmp_path / "file"
+    serializer = TensorSerializer(path)
+    serializer.write_state_dict(STATE)
+    serializer.close()
+    for options in ({}, {"verify_hash": True}, {"verify_hash": True, "dtype": torch.float32}, {"lazy_load": True}):
+        with path.open("rb") as file:
+            counting = Counting(file)
+            with TensorDeserializer(counting, device="cpu", **options) as loaded:
+                for name, expected in STATE.items():
+                    if options.get("dtype") is None:
+                        assert_same(loaded[name], expected)
+        ends = [0, *(offset + got for offset, got in counting.reads)]
+        assert all(offset >= end for (offset, _), end in zip(counting.reads, ends)), (options, counting.reads)
+
+
+def test_a_packed_file_object_is_unpacked_once(tmp_path):
+    path = tmp_path / "file"
+    serializer = TensorSerializer(path)
+    serializer.write_state_dict(STATE)
+    serializer.close()
+    packed = tmp_path / "file.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes(), 1))
+    with gzip.open(packed) as stream:
+        rewinds = []
+        stream._buffer.raw._rewind = (lambda rewind: lambda: (rewinds.append(1), rewind()))(stream._buffer.raw._rewind)
+        with TensorDeserializer(stream, device="cpu", verify_hash=True) as loaded:
+            assert_same(loaded["large.4"], STATE["large.4"])
+        assert len(rewinds) <= 1, "one pass to learn the size"

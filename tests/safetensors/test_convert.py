@@ -17,9 +17,11 @@ import memory
 import pytest
 import samples
 import torch
+from servers.s3_recorder import S3Recorder
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer._files.copy import copy_file
 from tensorizer.errors import FormatError, StreamExistsError
 from tensorizer.torch import load_file, save, save_file
 
@@ -633,3 +635,16 @@ def test_a_dtype_by_its_name_is_refused_with_the_dtype_to_write(tmp_path):
     with pytest.raises(TypeError, match=r"dtype: .*write torch\.float16"):
         tensorizer.convert(source, tmp_path / "t.tensors", dtype="float16")
     assert not (tmp_path / "t.tensors").exists()
+
+
+def test_an_empty_file_beside_a_model_is_copied_wherever_the_model_goes(tmp_path):
+    pytest.importorskip("boto3")
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    empty = tmp_path / "empty"
+    empty.touch()
+    with S3Recorder() as store:
+        for target in ("s3://bucket/empty", "memory://copies/empty", str(tmp_path / "copy")):
+            copy_file(empty, target, store.arguments)
+        assert store.objects == {"/bucket/empty": b""}
+    assert memory.cat_file("/copies/empty") == b""
+    assert (tmp_path / "copy").read_bytes() == b""
