@@ -14,7 +14,7 @@
 #include "bind/names.h"
 #include "core/run_units.h"
 #include "core/threads.h"
-#include "format/digest.h"
+#include "digest/digest.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
 #include "load/request_costs.h"
@@ -73,7 +73,7 @@ py::bytes read_parallel(io::RangeSource& source, uint64_t offset, size_t nbytes)
 
 py::bytes sha256_of(io::RangeSource& source, const py::object& progress) {
   std::atomic<uint64_t> done{0};
-  const format::Sha256Digest digest = run_interruptible(
+  const digest::Sha256Digest digest = run_interruptible(
       Where::helper_thread,
       [&](const std::stop_token& stop) { return save::sha256_of(source, done, stop); },
       report_to(progress, [&] { return done.load(); }));
@@ -125,7 +125,7 @@ std::vector<uint32_t> crc32_of(const std::vector<std::pair<uint64_t, uint64_t>>&
   run_interruptible([&](const std::stop_token& stop) {
     for_each_index(payloads.size(), cpu_quota(), stop, [&](size_t i, const std::stop_token&) {
       const auto [address, nbytes] = payloads[i];
-      crcs[i] = format::crc32(0, {reinterpret_cast<const std::byte*>(address), nbytes});
+      crcs[i] = digest::crc32(0, {reinterpret_cast<const std::byte*>(address), nbytes});
     });
   });
   return crcs;

@@ -13,7 +13,7 @@
 #include "bind/gil.h"
 #include "core/per_process.h"
 #include "core/sync.h"
-#include "format/digest.h"
+#include "digest/digest.h"
 #include "io/http/http_put.h"
 #include "io/upload/multipart_sink.h"
 
@@ -79,7 +79,7 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   io::ResponseHead put(int number, io::ConstSlice bytes, const std::stop_token& stop) {
-    const uint32_t crc32 = format::crc32(0, bytes);
+    const uint32_t crc32 = digest::crc32(0, bytes);
     io::HttpPut request;
     request.target = [&] {
       return call_python([&] {

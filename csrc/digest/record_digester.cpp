@@ -7,8 +7,6 @@
 
 namespace tensorizer::digest {
 
-using format::Sha256;
-
 namespace {
 
 // Bytes that stay gather up to so many steps before any of a few long records are hashed: a load
@@ -58,7 +56,7 @@ void RecordDigester::add_whole(std::span<Whole> records) {
   Sha256::update_all(updates);
   for (Whole& one : records) {
     RecordDigests digests;
-    if (one.start.wanted.crc32) digests.crc32 = format::crc32(one.start.header.crc32, one.bytes);
+    if (one.start.wanted.crc32) digests.crc32 = crc32(one.start.header.crc32, one.bytes);
     if (one.start.wanted.sha256) digests.sha256 = one.start.header.sha256.finish();
     completed_(one.record, digests);
   }
@@ -72,7 +70,7 @@ void RecordDigester::expect(uint32_t record, const RecordStart& start) {
 
 void RecordDigester::add(uint32_t record, uint32_t step, std::span<const std::byte> bytes) {
   Chain& chain = *chains_[record];
-  if (chain.wants_crc32()) chain.crcs[step] = format::crc32(0, bytes);
+  if (chain.wants_crc32()) chain.crcs[step] = crc32(0, bytes);
   MutexLock lock(mutex_);
   chain.bytes[step] = bytes;
   chain.here[step] = true;
@@ -154,8 +152,7 @@ void RecordDigester::complete(uint32_t record, Chain& chain) {
     digests.crc32 = chain.start.header.crc32;
     MutexLock lock(mutex_);
     for (uint32_t step = 0; step < chain.steps(); ++step)
-      digests.crc32 =
-          format::crc32_combine(digests.crc32, chain.crcs[step], chain.bytes[step].size());
+      digests.crc32 = crc32_combine(digests.crc32, chain.crcs[step], chain.bytes[step].size());
   }
   if (chain.start.wanted.sha256) digests.sha256 = chain.start.header.sha256.finish();
   completed_(record, digests);

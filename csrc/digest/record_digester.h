@@ -24,20 +24,20 @@
 #include <vector>
 
 #include "core/sync.h"
-#include "format/record_header.h"
+#include "digest/digest.h"
 
 namespace tensorizer::digest {
 
 // What a record's hash input begins with, and which hashes of it are wanted.
 struct RecordStart {
-  format::HeaderDigest header;
-  format::HashChoice wanted;
+  HeaderDigest header;
+  HashChoice wanted;
 };
 
 // Complete; a kind that was not wanted is zero.
 struct RecordDigests {
   uint32_t crc32 = 0;
-  format::Sha256Digest sha256{};
+  Sha256Digest sha256{};
 };
 
 class RecordDigester {

@@ -44,7 +44,7 @@ class SectionReader {
                 std::optional<uint64_t> entries)
       : sections_(sections), cursor_(sections, "annex", origin), place_(place), entries_(entries) {}
 
-  Annex read(const std::function<Sha256()>& index_digest) {
+  Annex read(const std::function<digest::Sha256()>& index_digest) {
     while (cursor_.remaining() > 0) {
       const size_t begin = cursor_.position();
       const auto type = cursor_.read_le<uint8_t>("section type");
@@ -120,8 +120,8 @@ class SectionReader {
 
   void accept_records(std::span<const std::byte> body) {
     // Divided, not multiplied: the count is the prologue's.
-    const uint64_t count = body.size() / sizeof(Sha256Digest);
-    if (body.empty() || body.size() % sizeof(Sha256Digest) != 0 ||
+    const uint64_t count = body.size() / sizeof(digest::Sha256Digest);
+    if (body.empty() || body.size() % sizeof(digest::Sha256Digest) != 0 ||
         count != entries_.value_or(count))
       cursor_.fail("records", std::to_string(body.size()) + " bytes of digests" +
                                   (entries_ ? " for " + std::to_string(*entries_) + " tensors"
@@ -169,8 +169,8 @@ class SectionReader {
   }
 
   void accept_digest(std::span<const std::byte> body, std::span<const std::byte> before,
-                     Sha256 digest) {
-    Sha256Digest stored;
+                     digest::Sha256 digest) {
+    digest::Sha256Digest stored;
     if (body.size() != stored.size())
       cursor_.fail("index digest", "it has " + std::to_string(body.size()) + " bytes, wanted 32");
     std::ranges::copy(body, stored.begin());
@@ -233,8 +233,9 @@ void put_texts(std::vector<std::byte>& out, SectionType type, std::span<const Te
 
 }  // namespace
 
-Sha256 digest_index(std::span<const std::byte> prologue, std::span<const std::byte> entries) {
-  Sha256 digest;
+digest::Sha256 digest_index(std::span<const std::byte> prologue,
+                            std::span<const std::byte> entries) {
+  digest::Sha256 digest;
   digest.update(prologue.subspan(kVersionAt, kTensorSizeAt - kVersionAt));
   digest.update(prologue.subspan(kCountAt, kPrologueNbytes - kCountAt));
   digest.update(entries);
@@ -254,7 +255,7 @@ namespace {
 
 std::optional<Annex> read_frame(std::span<const std::byte> slack, uint64_t origin,
                                 SectionReader::Place place, std::optional<uint64_t> entries,
-                                const std::function<Sha256()>& index_digest) {
+                                const std::function<digest::Sha256()>& index_digest) {
   const auto magic = std::as_bytes(std::span(kAnnexMagic));
   if (slack.size() < magic.size() || !std::ranges::equal(slack.first(magic.size()), magic))
     return std::nullopt;
@@ -264,7 +265,7 @@ std::optional<Annex> read_frame(std::span<const std::byte> slack, uint64_t origi
   const auto sections = cursor.take(nbytes, "sections");
   const auto covered = slack.first(cursor.position());
   const auto stored = cursor.read_le<uint32_t>("checksum");
-  if (crc32(0, covered) != stored)
+  if (digest::crc32(0, covered) != stored)
     cursor.fail("checksum", "its checksum does not fit: it is damaged");
   return SectionReader(sections, origin + magic.size() + sizeof nbytes, place, entries)
       .read(index_digest);
@@ -273,11 +274,12 @@ std::optional<Annex> read_frame(std::span<const std::byte> slack, uint64_t origi
 }  // namespace
 
 std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
-                                 uint64_t entries, const std::function<Sha256()>& index_digest) {
+                                 uint64_t entries,
+                                 const std::function<digest::Sha256()>& index_digest) {
   return read_frame(slack, origin, SectionReader::Place::index, entries, index_digest);
 }
 
-Annex parse_detached(std::span<const std::byte> file, const Sha256& signed_bytes) {
+Annex parse_detached(std::span<const std::byte> file, const digest::Sha256& signed_bytes) {
   auto annex = read_frame(file, 0, SectionReader::Place::detached, std::nullopt,
                           [&] { return signed_bytes; });
   if (!annex || annex->signatures.empty())
@@ -298,7 +300,8 @@ std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata) {
 }
 
 std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<const std::byte> sealed,
-                                       const Sha256& index_digest, const VouchFor& vouch_for) {
+                                       const digest::Sha256& index_digest,
+                                       const VouchFor& vouch_for) {
   std::vector<std::byte> sections;
   if (!annex.metadata.empty() && sealed.empty())
     put_texts(sections, SectionType::metadata, annex.metadata);
@@ -306,9 +309,9 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
   if (!sealed.empty()) put_section(sections, SectionType::sealed, sealed);
   if (!annex.records.empty())
     put_section(sections, SectionType::records, std::as_bytes(annex.records));
-  Sha256 stream = index_digest;
+  digest::Sha256 stream = index_digest;
   stream.update(sections);
-  const Sha256Digest digest = stream.finish();
+  const digest::Sha256Digest digest = stream.finish();
   put_section(sections, SectionType::index_digest, digest);
   if (vouch_for) {
     const Vouchers vouchers = vouch_for(digest);
@@ -322,7 +325,7 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
   annex_out.put_bytes(std::as_bytes(std::span(kAnnexMagic)));
   annex_out.put(static_cast<uint32_t>(sections.size()));
   annex_out.put_bytes(sections);
-  annex_out.put(crc32(0, out));
+  annex_out.put(digest::crc32(0, out));
   return out;
 }
 
@@ -330,13 +333,13 @@ uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead, uint6
                       const VouchersToCome& vouchers) {
   const bool vouched = vouchers.tag || vouchers.signatures > 0;
   if (annex.metadata.empty() && annex.ties.empty() && !vouched) return 0;
-  uint64_t nbytes = kFrameNbytes + kSectionHeadNbytes + Sha256Digest{}.size();
+  uint64_t nbytes = kFrameNbytes + kSectionHeadNbytes + digest::Sha256Digest{}.size();
   const auto add = [&nbytes](SectionType type, std::span<const TextPair> pairs) {
     if (!pairs.empty()) nbytes += kSectionHeadNbytes + text_of(type, pairs).size();
   };
   add(SectionType::metadata, annex.metadata);
   add(SectionType::ties, annex.ties);
-  if (vouched) nbytes += kSectionHeadNbytes + sizeof(Sha256Digest) * entries;
+  if (vouched) nbytes += kSectionHeadNbytes + sizeof(digest::Sha256Digest) * entries;
   if (vouchers.tag)
     nbytes += kSectionHeadNbytes + kTagNbytes + (vouchers.derivation ? kDerivationNbytes : 0);
   if (vouchers.signatures > 0)

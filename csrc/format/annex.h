@@ -14,8 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "digest/digest.h"
 #include "format/crypt_info.h"
-#include "format/digest.h"
 #include "format/index.h"
 #include "format/json.h"
 #include "format/safetensors.h"
@@ -53,13 +53,14 @@ struct Signature {
 // bytes.
 struct Annex {
   Metadata metadata;
-  std::vector<TextPair> ties;            // alias -> target, stored names
-  std::vector<std::byte> sealed;         // crypt_info block with its prefix, then ciphertext
-  std::optional<Sha256Digest> digest;    // as stored, of the index and the sections before it
-  std::optional<Sha256Digest> computed;  // what it should be
-  std::vector<Sha256Digest> records;     // of each entry's record header, where they are stored
-  std::optional<FileTag> tag;            // only with `records` and `digest`
-  std::vector<Signature> signatures;     // likewise
+  std::vector<TextPair> ties;                  // alias -> target, stored names
+  std::vector<std::byte> sealed;               // crypt_info block with its prefix, then ciphertext
+  std::optional<digest::Sha256Digest> digest;  // as stored, of the index and the sections before it
+  std::optional<digest::Sha256Digest> computed;  // what it should be
+  std::vector<digest::Sha256Digest>
+      records;                        // of each entry's record header, where they are stored
+  std::optional<FileTag> tag;         // only with `records` and `digest`
+  std::vector<Signature> signatures;  // likewise
 
   Annex() = default;
   Annex(Annex&&) noexcept = default;
@@ -70,7 +71,8 @@ struct Annex {
 
 // The part of the index that the digest covers, ahead of the sections: `prologue` are the 73 bytes
 // of the container's start, `entries` all index entries.
-Sha256 digest_index(std::span<const std::byte> prologue, std::span<const std::byte> entries);
+digest::Sha256 digest_index(std::span<const std::byte> prologue,
+                            std::span<const std::byte> entries);
 
 // How many bytes the annex takes that slack begins with, of which `begin` holds the first; where
 // there is none, how many tell so. nullopt: more than are there have to be seen.
@@ -82,13 +84,14 @@ std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin);
 // section twice, one that says that its reader must know it and is not known, a body that is not of
 // its type, content that a tag or signature does not cover), crypto (another kind of tag).
 std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
-                                 uint64_t entries, const std::function<Sha256()>& index_digest);
+                                 uint64_t entries,
+                                 const std::function<digest::Sha256()>& index_digest);
 
 // Reads a detached signature: a file that holds nothing but an annex of the sections 5, 4 and 7, of
 // a file of any number of entries. `signed_bytes` is what comes before the sections in the digest:
 // digest_index(), then the annex of the signed file, from magic to checksum, if it has one. Throws
 // Error(malformed).
-Annex parse_detached(std::span<const std::byte> file, const Sha256& signed_bytes);
+Annex parse_detached(std::span<const std::byte> file, const digest::Sha256& signed_bytes);
 
 // Reads the sections that were sealed: metadata, and what may be skipped. Throws Error(malformed).
 Annex parse_sealed(std::span<const std::byte> sections);
@@ -97,7 +100,7 @@ Annex parse_sealed(std::span<const std::byte> sections);
 struct AnnexToWrite {
   std::vector<TextPair> metadata;
   std::vector<TextPair> ties;
-  std::span<const Sha256Digest> records{};  // of each entry's record header
+  std::span<const digest::Sha256Digest> records{};  // of each entry's record header
 };
 // What vouches for a digest, made when it is known.
 struct Vouchers {
@@ -113,9 +116,10 @@ struct VouchersToCome {
 // Sections of metadata alone: what is sealed.
 std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata);
 // `sealed`, if not empty, is written in place of the metadata.
-using VouchFor = std::function<Vouchers(const Sha256Digest&)>;
+using VouchFor = std::function<Vouchers(const digest::Sha256Digest&)>;
 std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<const std::byte> sealed,
-                                       const Sha256& index_digest, const VouchFor& vouch_for = {});
+                                       const digest::Sha256& index_digest,
+                                       const VouchFor& vouch_for = {});
 // Bytes of serialize_annex for a file of `entries` entries; `sealed_overhead` is what sealing adds
 // to the metadata section, 0 where it is in clear. 0: the file has no annex.
 // Throws Error(out_of_range) beyond kMaxMetadataNbytes.

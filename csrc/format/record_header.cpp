@@ -113,11 +113,11 @@ void check_shape(const RecordHeader& header, const IndexEntry& entry) {
   }
 }
 
-HeaderDigest digest_without_crypt(std::span<const std::byte> bytes, uint64_t crypt_begin,
-                                  uint64_t crypt_end, HashChoice hashes) {
-  HeaderDigest digest;
+digest::HeaderDigest digest_without_crypt(std::span<const std::byte> bytes, uint64_t crypt_begin,
+                                          uint64_t crypt_end, digest::HashChoice hashes) {
+  digest::HeaderDigest digest;
   for (const auto part : {bytes.first(crypt_begin), bytes.subspan(crypt_end)}) {
-    if (hashes.crc32) digest.crc32 = crc32(digest.crc32, part);
+    if (hashes.crc32) digest.crc32 = digest::crc32(digest.crc32, part);
     if (hashes.sha256) digest.sha256.update(part);
   }
   return digest;
@@ -199,8 +199,8 @@ void check_against_index(const RecordHeader& header, const IndexEntry& entry) {
   }
 }
 
-HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
-                           HashChoice hashes) {
+digest::HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
+                                   digest::HashChoice hashes) {
   std::vector<std::byte> zeroed(bytes.begin(), bytes.end());
   for (const StoredHash& hash : header.hashes) {
     const auto at = hash.value.data() - bytes.data();
@@ -211,14 +211,15 @@ HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader&
 
 void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
                 std::span<const std::byte> data) {
-  HeaderDigest digest = digest_header(header_bytes, header, {});
-  const uint32_t crc32 = format::crc32(digest.crc32, data);
+  digest::HeaderDigest digest = digest_header(header_bytes, header, {});
+  const uint32_t crc32 = digest::crc32(digest.crc32, data);
   digest.sha256.update(data);
-  const Sha256Digest sha256 = digest.sha256.finish();
+  const digest::Sha256Digest sha256 = digest.sha256.finish();
   check_hashes(header, &crc32, &sha256);
 }
 
-void check_hashes(const RecordHeader& header, const uint32_t* crc32, const Sha256Digest* sha256) {
+void check_hashes(const RecordHeader& header, const uint32_t* crc32,
+                  const digest::Sha256Digest* sha256) {
   for (const StoredHash& hash : header.hashes) {
     if (hash.type == HashType::crc32) {
       check_hash(header, hash, "CRC32", 4, crc32);
@@ -300,7 +301,7 @@ HeaderLayout serialize_record_header(const HeaderToWrite& header, uint64_t padde
   return layout;
 }
 
-HeaderDigest digest_header(const HeaderLayout& layout, HashChoice hashes) {
+digest::HeaderDigest digest_header(const HeaderLayout& layout, digest::HashChoice hashes) {
   return digest_without_crypt(layout.bytes, layout.crypt_begin, layout.crypt_end, hashes);
 }
 

@@ -10,18 +10,13 @@
 #include <string_view>
 #include <vector>
 
+#include "digest/digest.h"
 #include "format/crypt_info.h"
-#include "format/digest.h"
 #include "format/index.h"
 
 namespace tensorizer::format {
 
 enum class HashType : uint8_t { crc32 = 0, sha256 = 1 };
-
-struct HashChoice {
-  bool crc32 = true;
-  bool sha256 = true;
-};
 
 struct StoredHash {
   HashType type;
@@ -64,17 +59,14 @@ void check_against_index(const RecordHeader& header, const IndexEntry& entry);
 
 // The digests of the header part of the hash input: all bytes with every hash value zeroed, without
 // crypt_info. Both are ready to take the payload.
-struct HeaderDigest {
-  uint32_t crc32 = 0;
-  Sha256 sha256;
-};
-HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
-                           HashChoice hashes);
+digest::HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
+                                   digest::HashChoice hashes);
 
 // Compares the stored hashes with the computed ones (nullptr: kind not computed because not
 // stored). Throws Error(hash_mismatch) naming tensor, kind, expected and found value; a CRC32 that
 // is not 4 bytes long or a SHA-256 that is not 32 is a mismatch too.
-void check_hashes(const RecordHeader& header, const uint32_t* crc32, const Sha256Digest* sha256);
+void check_hashes(const RecordHeader& header, const uint32_t* crc32,
+                  const digest::Sha256Digest* sha256);
 
 // The same for a record that is here as a whole.
 void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
@@ -98,7 +90,7 @@ struct HeaderToWrite {
   std::string_view dtype;  // full string, torch name included
   std::span<const uint64_t> shape;
   bool wide_dims;
-  HashChoice hashes;
+  digest::HashChoice hashes;
   bool has_crypt_info;                    // the file is encrypted
   std::span<const std::byte> crypt_info;  // serialized with its prefix when has_crypt_info
   uint64_t data_nbytes;
@@ -109,6 +101,6 @@ uint64_t record_header_nbytes(const HeaderToWrite& header) noexcept;
 HeaderLayout serialize_record_header(const HeaderToWrite& header, uint64_t padded_nbytes);
 
 // The digest of the header part as the writer sees it (hash values are still zero in layout.bytes).
-HeaderDigest digest_header(const HeaderLayout& layout, HashChoice hashes);
+digest::HeaderDigest digest_header(const HeaderLayout& layout, digest::HashChoice hashes);
 
 }  // namespace tensorizer::format

@@ -13,9 +13,9 @@
 namespace tensorizer::load {
 namespace {
 
+using digest::Sha256;
+using digest::Sha256Digest;
 using format::Annex;
-using format::Sha256;
-using format::Sha256Digest;
 using format::Signature;
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(Errc::authentication, what); }

@@ -22,7 +22,7 @@
 namespace tensorizer::load {
 
 // The index digest, of the bytes that were read. REQUIRES: a .tensors file.
-format::Sha256Digest index_digest(const OpenedIndex& opened);
+digest::Sha256Digest index_digest(const OpenedIndex& opened);
 
 // Compares the tag with the key that `keys` have for it, where the file has one. Throws Error:
 // authentication (wrong key, altered), crypto (no such key), out_of_memory.
@@ -50,7 +50,7 @@ std::vector<format::Signature> signatures_of(const OpenedIndex& opened,
 // What a signature is about: the digest of each record header, in index order; and the entries
 // whose data nothing would bind to it, since the file is in clear and they have no SHA-256.
 struct RecordDigests {
-  std::vector<format::Sha256Digest> headers;
+  std::vector<digest::Sha256Digest> headers;
   std::vector<uint32_t> unbound;
 };
 RecordDigests digest_records(io::RangeSource& source, const OpenedIndex& opened,
@@ -59,7 +59,7 @@ RecordDigests digest_records(io::RangeSource& source, const OpenedIndex& opened,
 // Serializes a detached signature of the file, whose record headers have the digests `records`.
 // `more` are kept beside the new one.
 std::vector<std::byte> sign_detached(const OpenedIndex& opened,
-                                     std::span<const format::Sha256Digest> records,
+                                     std::span<const digest::Sha256Digest> records,
                                      const crypto::Signer& signer,
                                      std::span<const format::Signature> more);
 

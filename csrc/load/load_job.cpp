@@ -63,7 +63,7 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
     headers->keep(record, header, bytes);
     // Tensors without data have nothing that a hash of data could prove (format.md 6.3).
     if (!digester || entry.zero_filled()) return;
-    format::HashChoice stored{.crc32 = false, .sha256 = false};
+    digest::HashChoice stored{.crc32 = false, .sha256 = false};
     for (const format::StoredHash& hash : header.hashes)
       (hash.type == format::HashType::crc32 ? stored.crc32 : stored.sha256) = true;
     start = {format::digest_header(bytes, header, stored), stored};

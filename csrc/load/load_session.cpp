@@ -77,7 +77,7 @@ LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const Op
     start_digests(job_, {.workers = std::min(workers_of_plan(), cpu_quota()),
                          .bytes_stay = job_.options.engine == nullptr,
                          .gathered = job_.plan.units_share_buffers
-                                         ? format::Sha256::lanes() * useful_workers()
+                                         ? digest::Sha256::lanes() * useful_workers()
                                          : digest::kDealtPerWorker});
   }
 }
@@ -142,7 +142,7 @@ LoadPlan LoadSession::plan_whole() const {
     return plan_headers(job_.opened->index, job_.entries, traits);
 
   const unsigned workers = useful_workers();
-  const size_t lanes = format::Sha256::lanes();
+  const size_t lanes = digest::Sha256::lanes();
   // Hashing takes longer than reading: as many chains as there are lanes, and soon.
   bool fills_lanes = options.verify && traits.prompt;
   PlanOptions plan;

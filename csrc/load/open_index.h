@@ -40,7 +40,7 @@ struct Vouched {
   bool by_key = false;                               // the tag fits
   std::vector<std::array<std::byte, 32>> signers{};  // public keys of signatures that do
   // Of each entry's record header; empty: nobody vouches for them.
-  std::vector<format::Sha256Digest> records{};
+  std::vector<digest::Sha256Digest> records{};
 };
 
 // What a container says about itself. Immutable once whoever opens it has checked what vouches for

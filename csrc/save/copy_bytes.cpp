@@ -78,9 +78,9 @@ uint64_t copy_bytes(io::RangeSource& source, io::RangeSink& sink, std::atomic<ui
                   });
 }
 
-format::Sha256Digest sha256_of(io::RangeSource& source, std::atomic<uint64_t>& done,
+digest::Sha256Digest sha256_of(io::RangeSource& source, std::atomic<uint64_t>& done,
                                const std::stop_token& stop) {
-  format::Sha256 sha256;
+  digest::Sha256 sha256;
   Turns turns;
   read_all(source, 2, stop,
            [&](uint64_t offset, io::ConstSlice bytes, const std::stop_token& token) {

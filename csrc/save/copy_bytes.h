@@ -7,7 +7,7 @@
 #include <span>
 #include <stop_token>
 
-#include "format/digest.h"
+#include "digest/digest.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
 
@@ -20,7 +20,7 @@ uint64_t copy_bytes(io::RangeSource& source, io::RangeSink& sink, std::atomic<ui
                     const std::stop_token& stop);
 
 // SHA-256 of the whole source; the next unit is read while one is hashed.
-format::Sha256Digest sha256_of(io::RangeSource& source, std::atomic<uint64_t>& done,
+digest::Sha256Digest sha256_of(io::RangeSource& source, std::atomic<uint64_t>& done,
                                const std::stop_token& stop);
 
 }  // namespace tensorizer::save

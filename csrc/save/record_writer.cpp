@@ -83,7 +83,7 @@ constexpr unsigned kPlacesOfOne = 5;
 
 Hashing hashing_of(const RecordsToWrite& job, const io::RangeSink& sink, unsigned workers) {
   if (!job.hashes.sha256) return {};
-  const size_t lanes = format::Sha256::lanes();
+  const size_t lanes = digest::Sha256::lanes();
   // Tensors in host memory can fill all lanes, those of a device have few buffers.
   if (!job.is_staged()) return {.dealt = sink.any_order() ? lanes * workers : 0};
   if (job.engine != nullptr || !sink.any_order() || lanes < digest::kManyLanes) {

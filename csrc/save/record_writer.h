@@ -28,7 +28,7 @@ struct RecordsToWrite {
   std::span<PlannedRecord> records;  // in the order of the file; hashes and MACs are filled in
   std::span<const device::TensorMemory> payloads;  // of the records, each of the planned size
   device::CopyEngine* engine = nullptr;            // set iff they are on its device
-  format::HashChoice hashes{.crc32 = false, .sha256 = false};
+  digest::HashChoice hashes{.crc32 = false, .sha256 = false};
   const crypto::SecretKey* key = nullptr;  // of encrypted records
   unsigned max_workers = 0;                // 0: as many as are useful
   std::atomic<uint64_t>& nbytes_done;

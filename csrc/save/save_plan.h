@@ -43,7 +43,7 @@ struct SavedEntry {
   TensorToWrite tensor;  // dtype here is what the index shows
   uint64_t offset;
   uint64_t data_offset;
-  format::Sha256Digest
+  digest::Sha256Digest
       header_digest;  // of the record header; only in files that somebody vouches for
   format::EntryToWrite view() const noexcept {
     return {tensor.name, tensor.dtype, tensor.shape,      tensor.type,
@@ -52,7 +52,7 @@ struct SavedEntry {
 };
 
 struct PlanChoice {
-  format::HashChoice hashes;
+  digest::HashChoice hashes;
   bool encrypted = false;
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
 };

@@ -307,16 +307,16 @@ void SaveSession::take_entries(Call& call) {
 // Of the records whose entries came last. Their headers are complete.
 void SaveSession::digest_headers(const Call& call) {
   SavedEntry* entry = entries_.data() + call.entry_mark;
-  std::vector<format::Sha256> streams;
-  std::vector<format::Sha256::Update> updates;
+  std::vector<digest::Sha256> streams;
+  std::vector<digest::Sha256::Update> updates;
   for (size_t begin = 0; begin < call.records.size(); begin += kHashedAtOnce) {
     const size_t n = std::min(kHashedAtOnce, call.records.size() - begin);
     streams.assign(n, {});
     updates.clear();
     for (size_t i = 0; i < n; ++i)
       updates.push_back({&streams[i], call.records[begin + i].header.bytes});
-    format::Sha256::update_all(updates);
-    for (format::Sha256& stream : streams) (entry++)->header_digest = stream.finish();
+    digest::Sha256::update_all(updates);
+    for (digest::Sha256& stream : streams) (entry++)->header_digest = stream.finish();
   }
 }
 
@@ -396,7 +396,7 @@ void SaveSession::write_head(Way way, const std::stop_token& stop) {
   const uint64_t nbytes = index.size();
   const auto prologue = stored_prologue();
   if (has_annex()) {
-    std::vector<format::Sha256Digest> records;
+    std::vector<digest::Sha256Digest> records;
     if (options_.is_vouched_for()) {
       records.reserve(entries_.size());
       for (const SavedEntry& entry : entries_) records.push_back(entry.header_digest);
@@ -405,7 +405,7 @@ void SaveSession::write_head(Way way, const std::stop_token& stop) {
     content.records = records;
     const std::vector<std::byte> annex = format::serialize_annex(
         content, seal_metadata(), format::digest_index(prologue, index),
-        [this](const format::Sha256Digest& digest) { return vouch_for(digest); });
+        [this](const digest::Sha256Digest& digest) { return vouch_for(digest); });
     index.insert(index.end(), annex.begin(), annex.end());
   }
   index.resize(head_.room);
@@ -435,7 +435,7 @@ bool SaveSession::has_annex() const noexcept {
   return options_.is_vouched_for() || !metadata_.empty() || !ties_.empty();
 }
 
-format::Vouchers SaveSession::vouch_for(const format::Sha256Digest& digest) {
+format::Vouchers SaveSession::vouch_for(const digest::Sha256Digest& digest) {
   format::Vouchers vouchers;
   if (options_.is_vouched_for()) digest_ = digest;
   if (tag_key_)

@@ -19,8 +19,8 @@
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
 #include "device/tensor_memory.h"
+#include "digest/digest.h"
 #include "format/annex.h"
-#include "format/digest.h"
 #include "format/tensor_path.h"
 #include "io/range_sink.h"
 #include "save/save_plan.h"
@@ -28,7 +28,7 @@
 namespace tensorizer::save {
 
 struct SaveOptions {
-  format::HashChoice hashes;
+  digest::HashChoice hashes;
   unsigned max_workers = 0;                         // 0: as many as are useful
   std::shared_ptr<const crypto::SecretKey> key;     // set: encrypt
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
@@ -50,7 +50,7 @@ struct TieToWrite {
 struct RecordFacts {
   uint64_t data_offset = 0;  // absolute in the container
   std::optional<uint32_t> crc32;
-  std::optional<format::Sha256Digest> sha256;
+  std::optional<digest::Sha256Digest> sha256;
 };
 
 class SaveSession {
@@ -101,7 +101,7 @@ class SaveSession {
   void abandon() noexcept;
 
   // Of the content that was published last, where somebody vouches for the file.
-  const std::optional<format::Sha256Digest>& index_digest() const noexcept { return digest_; }
+  const std::optional<digest::Sha256Digest>& index_digest() const noexcept { return digest_; }
   uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
   uint64_t published_nbytes() const noexcept;  // the whole container; 0: nothing is published
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
@@ -136,7 +136,7 @@ class SaveSession {
   uint64_t annex_nbytes_with(size_t more_entries,
                              std::span<const format::OwnedPair> more_ties) const;
   bool has_annex() const noexcept;
-  format::Vouchers vouch_for(const format::Sha256Digest& digest);
+  format::Vouchers vouch_for(const digest::Sha256Digest& digest);
   void digest_headers(const Call& call);
   std::vector<std::byte> seal_metadata();
   uint64_t index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const;
@@ -182,7 +182,7 @@ class SaveSession {
   // Set while the sink writes a new file and the published one is as it was: how far the records
   // have moved in it.
   std::optional<uint64_t> aside_;
-  std::optional<format::Sha256Digest> digest_;  // of the index that was written last
+  std::optional<digest::Sha256Digest> digest_;  // of the index that was written last
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};
 };

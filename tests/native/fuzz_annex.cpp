@@ -17,7 +17,7 @@ std::vector<std::byte> framed(std::span<const std::byte> sections) {
   std::memcpy(out.data(), kMagic.data(), kMagic.size());
   store_le(&out[8], static_cast<uint32_t>(sections.size()));
   if (!sections.empty()) std::memcpy(&out[12], sections.data(), sections.size());
-  store_le(&out[out.size() - 4], crc32(0, std::span(out).first(out.size() - 4)));
+  store_le(&out[out.size() - 4], digest::crc32(0, std::span(out).first(out.size() - 4)));
   return out;
 }
 
@@ -32,11 +32,11 @@ void check(const Annex& annex) {
   const VouchersToCome to_come{.tag = annex.tag.has_value(),
                                .derivation = annex.tag && annex.tag->derivation,
                                .signatures = annex.signatures.size()};
-  const std::vector<std::byte> bytes =
-      serialize_annex(again, {}, Sha256(),
-                      [&](const Sha256Digest&) { return Vouchers{annex.tag, annex.signatures}; });
+  const std::vector<std::byte> bytes = serialize_annex(
+      again, {}, digest::Sha256(),
+      [&](const digest::Sha256Digest&) { return Vouchers{annex.tag, annex.signatures}; });
   FUZZ_CHECK(bytes.size() == annex_nbytes(again, 0, kEntries, to_come));
-  const auto parsed = parse_annex(bytes, 0, kEntries, [] { return Sha256(); });
+  const auto parsed = parse_annex(bytes, 0, kEntries, [] { return digest::Sha256(); });
   FUZZ_CHECK(parsed && parsed->ties == annex.ties && parsed->digest == parsed->computed);
   FUZZ_CHECK(!vouched || parsed->records == annex.records);
   FUZZ_CHECK(parsed->signatures == annex.signatures);
@@ -55,7 +55,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   try {
     const std::vector<std::byte> slack =
         frame ? framed(input) : std::vector<std::byte>(input.begin(), input.end());
-    const auto annex = parse_annex(slack, 0, kEntries, [] { return Sha256(); });
+    const auto annex = parse_annex(slack, 0, kEntries, [] { return digest::Sha256(); });
     FUZZ_CHECK(annex || !frame);
     if (annex) check(*annex);
   } catch (const Error& error) {

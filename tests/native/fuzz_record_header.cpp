@@ -27,7 +27,8 @@ bool same_crypt(const std::optional<CryptInfo>& a, const std::optional<CryptInfo
 
 void check_round_trip(std::span<const std::byte> bytes, const RecordHeader& header,
                       IndexEntry entry) {
-  const HashChoice hashes{has_hash(header, HashType::crc32), has_hash(header, HashType::sha256)};
+  const digest::HashChoice hashes{has_hash(header, HashType::crc32),
+                                  has_hash(header, HashType::sha256)};
   const HeaderToWrite to_write{
       header.module_idx,
       header.type,
@@ -69,13 +70,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const RecordHeader header = parse_record_header(bytes, entry, (bits & 1) != 0);
     FUZZ_CHECK(header.crypt.has_value() == ((bits & 1) != 0));
     FUZZ_CHECK(header.crypt_begin <= header.crypt_end && header.crypt_end <= bytes.size() - 8);
-    HeaderDigest digest = digest_header(bytes, header, {});
+    digest::HeaderDigest digest = digest_header(bytes, header, {});
     check_round_trip(bytes, header, entry);
     const RecordHeader again =
         parse_header_front(std::span(bytes).first(header.crypt_begin), entry);
     FUZZ_CHECK(again.name == header.name && again.dtype == header.dtype &&
                again.shape == header.shape && again.hashes.size() == header.hashes.size());
-    const Sha256Digest sha = digest.sha256.finish();
+    const digest::Sha256Digest sha = digest.sha256.finish();
     if (header.crypt) check_crypt_info(*header.crypt, header.data_nbytes);
     check_against_index(header, entry);
     check_hashes(header, &digest.crc32, &sha);

@@ -20,7 +20,7 @@ crypto::SecretKey vector_key() {
 }
 
 std::string sha256_hex(std::span<const std::byte> bytes) {
-  Sha256 sha;
+  digest::Sha256 sha;
   sha.update(bytes);
   return to_hex(sha.finish());
 }
@@ -32,7 +32,7 @@ Nonce vector_nonce() {
   return nonce;
 }
 
-Signature sign(const Sha256Digest& digest, const crypto::Signer& signer) {
+Signature sign(const digest::Sha256Digest& digest, const crypto::Signer& signer) {
   return {signer.public_key(), signer.sign(crypto::signed_message(digest))};
 }
 
@@ -53,8 +53,9 @@ Bytes write_vector(bool encrypted, Bytes* annex_out) {
                              .crypt_info = crypt_info,
                              .data_nbytes = 8};
   HeaderLayout layout = serialize_record_header(header, encrypted ? 192 : 128);
-  HeaderDigest digest = digest_header(layout, header.hashes);
-  if (layout.crc32_at != 0) store_le(&layout.bytes[layout.crc32_at], crc32(digest.crc32, payload));
+  digest::HeaderDigest digest = digest_header(layout, header.hashes);
+  if (layout.crc32_at != 0)
+    store_le(&layout.bytes[layout.crc32_at], digest::crc32(digest.crc32, payload));
   digest.sha256.update(payload);
   std::ranges::copy(digest.sha256.finish(),
                     layout.bytes.begin() + static_cast<long>(layout.sha256_at));
@@ -76,11 +77,11 @@ Bytes write_vector(bool encrypted, Bytes* annex_out) {
   append_index_entry(
       index, {"w", "<f4", dims, TensorType::state_dict, 4096, 4096 + layout.bytes.size(), 8},
       false);
-  Sha256 of_header;
+  digest::Sha256 of_header;
   of_header.update(layout.bytes);
-  const std::vector<Sha256Digest> records{of_header.finish()};
+  const std::vector<digest::Sha256Digest> records{of_header.finish()};
   const crypto::SeedSigner signer(vector_key());
-  const auto vouch = [&](const Sha256Digest& index_digest) {
+  const auto vouch = [&](const digest::Sha256Digest& index_digest) {
     Vouchers vouchers;
     if (encrypted) {
       const auto key = crypto::derive_subkey(vector_key(), crypto::KeyUse::tag);
@@ -190,7 +191,7 @@ Bytes framed(std::initializer_list<Bytes> sections) {
   for (const Bytes& one : sections) all.raw(one);
   Build out;
   out.text("TZRANNX1").le(static_cast<uint32_t>(all.bytes().size())).raw(all.bytes());
-  return out.le(crc32(0, out.bytes())).bytes();
+  return out.le(digest::crc32(0, out.bytes())).bytes();
 }
 
 const Bytes kRecords = section(5, Bytes(64));  // of two entries
@@ -202,7 +203,7 @@ Bytes tag(uint8_t algorithm = 1, uint8_t kind = 0, size_t more = 32) {
 Bytes signatures(size_t nbytes) { return section(7, Bytes(nbytes)); }
 
 std::optional<Annex> parse(std::initializer_list<Bytes> sections) {
-  return parse_annex(framed(sections), 0, 2, [] { return Sha256(); });
+  return parse_annex(framed(sections), 0, 2, [] { return digest::Sha256(); });
 }
 std::string fault(std::initializer_list<Bytes> sections, Errc code = Errc::malformed) {
   return expect_error(code, [&] { parse(sections); });
@@ -252,14 +253,14 @@ TEST(Authentication, TagsOfOtherLengthsAreMalformedAndOtherAlgorithmsARefusedKey
 TEST(Authentication, TagsSayHowTheKeyIsDerived) {
   FileTag written;
   written.derivation = KeyDerivation{.opslimit = 3, .memlimit = 8192, .salt = Bytes(16)};
-  const std::vector<Sha256Digest> records(2);
+  const std::vector<digest::Sha256Digest> records(2);
   AnnexToWrite annex;
   annex.records = records;
-  const Bytes bytes =
-      serialize_annex(annex, {}, Sha256(), [&](const auto&) { return Vouchers{written, {}}; });
+  const Bytes bytes = serialize_annex(annex, {}, digest::Sha256(),
+                                      [&](const auto&) { return Vouchers{written, {}}; });
   EXPECT_EQ(bytes.size(), annex_nbytes(annex, 0, 2, {.tag = true, .derivation = true}));
   EXPECT_EQ(bytes.size(), 150U + 32 * 2);
-  const auto parsed = parse_annex(bytes, 0, 2, [] { return Sha256(); });
+  const auto parsed = parse_annex(bytes, 0, 2, [] { return digest::Sha256(); });
   EXPECT_EQ(parsed->tag->derivation, written.derivation);
 }
 
@@ -271,7 +272,7 @@ TEST(Authentication, OneToSixteenSignaturesAreLegal) {
 }
 
 TEST(Authentication, DetachedSignaturesHoldNothingElse) {
-  const auto detached = [](const Bytes& file) { return parse_detached(file, Sha256()); };
+  const auto detached = [](const Bytes& file) { return parse_detached(file, digest::Sha256()); };
   Bytes good = framed({kRecords, kDigest, signatures(96)});
   EXPECT_EQ(detached(good).signatures.size(), 1U);
   const auto refused = [&](const Bytes& file) {

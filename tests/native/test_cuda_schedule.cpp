@@ -392,7 +392,7 @@ TEST_F(CudaSchedule, TheFirstFailureStopsAllAndNamesItsTensor) {
 // --- units that are hashed -----------------------------------------------------------------------
 
 TEST_F(CudaSchedule, UnitsThatAreHashedAreShortAndShareBuffers) {
-  if (format::Sha256::lanes() < 8) GTEST_SKIP() << "few streams are hashed side by side here";
+  if (digest::Sha256::lanes() < 8) GTEST_SKIP() << "few streams are hashed side by side here";
   const File file = make_file(std::vector<size_t>(20, 3 * kMib), false);
   CudaCopyEngine engine(ring(6, 8 * kMib));
   Load load(file, engine, 0, true, 2);

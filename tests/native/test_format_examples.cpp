@@ -13,7 +13,7 @@ using testing::to_hex;
 constexpr uint64_t kReserved = 262144;  // the index that earlier releases reserve
 
 std::string sha256_hex(std::span<const std::byte> bytes) {
-  Sha256 sha;
+  digest::Sha256 sha;
   sha.update(bytes);
   return to_hex(sha.finish());
 }
@@ -39,9 +39,9 @@ Bytes write_file(Prologue prologue, const std::vector<Tensor>& tensors,
     const uint64_t bare_end = offset + record_header_nbytes(tensor.header);
     HeaderLayout layout =
         serialize_record_header(tensor.header, align_up(bare_end, alignment) - offset);
-    HeaderDigest digest = digest_header(layout, tensor.header.hashes);
+    digest::HeaderDigest digest = digest_header(layout, tensor.header.hashes);
     if (layout.crc32_at != 0)
-      store_le(&layout.bytes[layout.crc32_at], crc32(digest.crc32, tensor.payload));
+      store_le(&layout.bytes[layout.crc32_at], digest::crc32(digest.crc32, tensor.payload));
     digest.sha256.update(tensor.payload);
     if (layout.sha256_at != 0) {
       std::ranges::copy(digest.sha256.finish(),
@@ -98,7 +98,7 @@ TEST(WorkedExample, APlainFileWithoutPadding) {
                             "2900 02 0004 4986481B"
                             "0120 9B2852C91E13B3710E047A698D537E69 25DB84316CF1A388E384BE49B943AE2C"
                             "0800000000000000 0000803F 000020C0 0000000000000000")));
-  EXPECT_EQ(crc32(0, file), 0x8326C638u);
+  EXPECT_EQ(digest::crc32(0, file), 0x8326C638u);
   EXPECT_EQ(sha256_hex(file), "3f4ea29cd461a95d2768b6697e4c3ec5d991c8f19fe4847596a846fa685fe86a");
 }
 
@@ -106,7 +106,7 @@ TEST(WorkedExample, TheDigestsOfItsHeaderAlone) {
   const Tensor tensor = w();
   const HeaderLayout layout =
       serialize_record_header(tensor.header, record_header_nbytes(tensor.header));
-  HeaderDigest digest = digest_header(layout, {});
+  digest::HeaderDigest digest = digest_header(layout, {});
   EXPECT_EQ(digest.crc32, 0xC74C3F99u);
   EXPECT_EQ(to_hex(digest.sha256.finish()),
             "5aa3501d5f355cbfba81dd8eca00a1bcc262e31ae6bf05abb22eabd654ffed0d");

@@ -175,12 +175,13 @@ TEST_F(Golden, AKeyIsWantedByEncryptedFilesAndRefusedByPlainOnes) {
 // Digests of a plain record recomputed the way a loader does it.
 void verify_record(std::span<const std::byte> file, const IndexEntry& entry,
                    const RecordHeader& header) {
-  HeaderDigest digest = digest_header(testing::header_bytes(file, entry), header, {});
+  digest::HeaderDigest digest = digest_header(testing::header_bytes(file, entry), header, {});
   const auto payload = file.subspan(entry.data_offset, entry.data_nbytes);
-  const uint32_t crc = crc32_combine(digest.crc32, crc32(0, payload), payload.size());
-  EXPECT_EQ(crc, crc32(digest.crc32, payload));
+  const uint32_t crc =
+      digest::crc32_combine(digest.crc32, digest::crc32(0, payload), payload.size());
+  EXPECT_EQ(crc, digest::crc32(digest.crc32, payload));
   digest.sha256.update(payload);
-  const Sha256Digest sha = digest.sha256.finish();
+  const digest::Sha256Digest sha = digest.sha256.finish();
   check_hashes(header, &crc, &sha);
 }
 

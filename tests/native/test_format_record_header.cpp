@@ -22,7 +22,7 @@ IndexEntry entry_for(const Bytes& bytes) {
 }
 
 HeaderToWrite header_to_write() {
-  return {7, TensorType::state_dict, "w", "<f4", kShape, false, HashChoice{}, false, {}, 8};
+  return {7, TensorType::state_dict, "w", "<f4", kShape, false, digest::HashChoice{}, false, {}, 8};
 }
 
 HeaderLayout written(const HeaderToWrite& header, uint64_t padding = 0) {
@@ -294,11 +294,11 @@ TEST(HeaderDigest, OfAFilledInHeaderIsThatOfTheEmptyOne) {
     to_write.has_crypt_info = crypt;
     if (crypt) to_write.crypt_info = block;
     HeaderLayout layout = written(to_write, 20);
-    HeaderDigest before = digest_header(layout, to_write.hashes);
+    digest::HeaderDigest before = digest_header(layout, to_write.hashes);
     std::fill_n(layout.bytes.begin() + static_cast<long>(layout.crc32_at), 4, std::byte{0x11});
     std::fill_n(layout.bytes.begin() + static_cast<long>(layout.sha256_at), 32, std::byte{0x22});
     if (crypt) layout.bytes[layout.macs_at] = std::byte{0x33};
-    HeaderDigest after = digest_header(layout.bytes, parse(layout.bytes, crypt), {});
+    digest::HeaderDigest after = digest_header(layout.bytes, parse(layout.bytes, crypt), {});
     EXPECT_EQ(after.crc32, before.crc32);
     EXPECT_EQ(to_hex(after.sha256.finish()), to_hex(before.sha256.finish()));
   }
@@ -329,7 +329,7 @@ TEST(HeaderDigest, CoversEveryByteButHashValuesAndCryptInfo) {
 
 TEST(CheckHashes, EveryStoredValueMustFit) {
   const uint32_t crc = 0x12345678;
-  const Sha256Digest sha = Sha256().finish();
+  const digest::Sha256Digest sha = digest::Sha256().finish();
   const Bytes right_crc = Build().le(crc), wrong_crc = Build().le(uint32_t{crc + 1});
   const Bytes long_crc = Build().le(crc).zeros(1);
   Bytes wrong_sha(sha.begin(), sha.end());

@@ -63,10 +63,10 @@ TEST(LoadedHeaders, PaddingThatIsNotZeroCountsToo) {
   format::RecordHeader header = format::parse_record_header(bytes, file.opened->index[0], false);
   ASSERT_GT(bytes.size(), header.crypt_end + 100);
   bytes[header.crypt_end + 50] = std::byte{7};
-  format::HeaderDigest digest = format::digest_header(bytes, header, {});
+  digest::HeaderDigest digest = format::digest_header(bytes, header, {});
   digest.sha256.update(file.tensors[0].data);
-  const format::Sha256Digest sha256 = digest.sha256.finish();
-  const uint32_t crc32 = format::crc32(digest.crc32, file.tensors[0].data);
+  const digest::Sha256Digest sha256 = digest.sha256.finish();
+  const uint32_t crc32 = digest::crc32(digest.crc32, file.tensors[0].data);
   for (const format::StoredHash& hash : header.hashes) {
     const void* from =
         hash.type == format::HashType::crc32 ? static_cast<const void*>(&crc32) : sha256.data();

@@ -14,7 +14,7 @@
 
 #include "bytes.h"
 #include "core/error.h"
-#include "format/digest.h"
+#include "digest/digest.h"
 #include "no_threads.h"
 #include "session_harness.h"
 
@@ -324,11 +324,11 @@ class ManyWriters final : public RangeSink {
 // Keeps the digest of each part only, and is slower than those who write.
 class SlowStore final : public MultipartTransport {
  public:
-  explicit SlowStore(std::vector<format::Sha256Digest>& parts) : parts_(parts) {}
+  explicit SlowStore(std::vector<digest::Sha256Digest>& parts) : parts_(parts) {}
   void create(const std::stop_token&) override {}
   std::string put_part(int number, ConstSlice bytes, const std::stop_token&) override {
     std::this_thread::sleep_for(std::chrono::milliseconds(bytes.size() >> 20));
-    format::Sha256 sha256;
+    digest::Sha256 sha256;
     sha256.update(bytes);
     const std::lock_guard lock(mutex_);
     parts_.resize(std::max(parts_.size(), static_cast<size_t>(number)));
@@ -341,7 +341,7 @@ class SlowStore final : public MultipartTransport {
 
  private:
   std::mutex mutex_;
-  std::vector<format::Sha256Digest>& parts_;
+  std::vector<digest::Sha256Digest>& parts_;
 };
 
 struct SaveToStore {
@@ -352,7 +352,7 @@ struct SaveToStore {
 
 // The digests of the parts, and the most memory that parts have taken.
 uint64_t save_to_store(const SaveToStore& what, unsigned writers, const MultipartOptions& limits,
-                       std::vector<format::Sha256Digest>& parts) {
+                       std::vector<digest::Sha256Digest>& parts) {
   static const Bytes content = random_bytes(size_t{90} << 20, 11);
   auto sink =
       std::make_shared<MultipartSink>(std::make_unique<SlowStore>(parts), "s3://b/k", limits);
@@ -398,9 +398,9 @@ TEST(MultipartSinkMemory, StaysWithinTheBudgetHoweverManyProcessorsWrite) {
   };
   for (const SaveToStore& kind : kinds) {
     const auto said = [&] { return static_cast<size_t>(&kind - kinds); };
-    std::vector<format::Sha256Digest> by_one;
+    std::vector<digest::Sha256Digest> by_one;
     EXPECT_LE(save_to_store(kind, 1, limits, by_one), budget) << said();
-    std::vector<format::Sha256Digest> parts;
+    std::vector<digest::Sha256Digest> parts;
     EXPECT_LE(save_to_store(kind, 64, limits, parts), budget) << said();
     if (!kind.options.key) {
       EXPECT_TRUE(parts == by_one) << said();
@@ -417,7 +417,7 @@ TEST(MultipartSinkMemory, NoOrderOfUnitsLocksWritersUpHoweverSmallTheBudgetIs) {
     limits.uploads = budget == 0 ? 1 : 3;
     limits.budget_nbytes = budget;
     for (const bool from_device : {false, true}) {
-      std::vector<format::Sha256Digest> parts;
+      std::vector<digest::Sha256Digest> parts;
       save_to_store({{.hashes = {false, true}, .key = key}, from_device, sizes}, 64, limits, parts);
       EXPECT_GT(parts.size(), 100U);
     }

@@ -21,21 +21,21 @@ using digest::RecordStart;
 using digest::StepsInBuffers;
 
 // A header's worth of bytes in front, as hash inputs begin.
-RecordStart start_of(const Bytes& header, format::HashChoice wanted = {}) {
+RecordStart start_of(const Bytes& header, digest::HashChoice wanted = {}) {
   RecordStart start;
   start.wanted = wanted;
-  start.header.crc32 = format::crc32(0, header);
+  start.header.crc32 = digest::crc32(0, header);
   start.header.sha256.update(header);
   return start;
 }
 
 RecordDigests digests_of(const Bytes& header, const Bytes& payload,
-                         format::HashChoice wanted = {}) {
+                         digest::HashChoice wanted = {}) {
   Bytes all = header;
   all.insert(all.end(), payload.begin(), payload.end());
   RecordDigests digests;
-  if (wanted.crc32) digests.crc32 = format::crc32(0, all);
-  format::Sha256 sha256;
+  if (wanted.crc32) digests.crc32 = digest::crc32(0, all);
+  digest::Sha256 sha256;
   sha256.update(all);
   if (wanted.sha256) digests.sha256 = sha256.finish();
   return digests;
@@ -88,7 +88,7 @@ TEST(RecordDigester, RecordsThatComeWholeAreDigestedWhateverIsWantedOfThem) {
     records.push_back(
         {testing::random_bytes(40 + i, i), testing::random_bytes(i * i * 37, 50 + i)});
   const auto wanted = [](uint32_t i) {
-    return format::HashChoice{.crc32 = i % 3 != 0, .sha256 = i % 4 != 1};
+    return digest::HashChoice{.crc32 = i % 3 != 0, .sha256 = i % 4 != 1};
   };
   for (uint32_t i = 0; i < 9; ++i)
     whole.push_back({i, start_of(records[i].header, wanted(i)), records[i].payload});
@@ -100,8 +100,8 @@ TEST(RecordDigester, RecordsThatComeWholeAreDigestedWhateverIsWantedOfThem) {
 
 TEST(RecordDigester, StepsComeInAnyOrderAndTheRecordIsCompletedWithTheLast) {
   const Record record{testing::random_bytes(100, 1), testing::random_bytes(10'000, 2), 1000};
-  for (const format::HashChoice wanted :
-       {format::HashChoice{}, {.crc32 = true, .sha256 = false}, {.crc32 = false, .sha256 = true}}) {
+  for (const digest::HashChoice wanted :
+       {digest::HashChoice{}, {.crc32 = true, .sha256 = false}, {.crc32 = false, .sha256 = true}}) {
     Results results;
     RecordDigester digester(std::vector{record.steps()}, {}, results.note());
     for (uint32_t step = record.steps(); step-- > 1;) digester.add(0, step, record.step(step));
@@ -155,7 +155,7 @@ struct ManyRecords {
 };
 
 TEST(RecordDigester, BytesThatStayGatherUntilAllLanesAreFull) {
-  const auto lanes = static_cast<uint32_t>(std::max<size_t>(format::Sha256::lanes(), 2));
+  const auto lanes = static_cast<uint32_t>(std::max<size_t>(digest::Sha256::lanes(), 2));
   ManyRecords many(lanes + 3, 2, {.workers = 2, .bytes_stay = true});
   for (uint32_t record = 0; record + 1 < lanes; ++record) {
     many.add(record, 0);
@@ -177,7 +177,7 @@ TEST(RecordDigester, BytesThatStayAreHashedBeforeTooManyOfFewRecordsGather) {
     for (const uint32_t record : {0U, 1U}) {
       many.add(record, step);
       most = std::max(most, ++gathered);
-      while (many.digester->help()) gathered -= static_cast<uint32_t>(format::Sha256::at_once(2));
+      while (many.digester->help()) gathered -= static_cast<uint32_t>(digest::Sha256::at_once(2));
     }
   }
   EXPECT_LE(most, 32U);

@@ -145,8 +145,8 @@ TEST(Sessions, EveryHashChoiceVerifies) {
 
 TEST(Sessions, OneBitOfAPayloadAnywhereIsFoundByEitherHash) {
   const auto tensors = make_tensors({2 * kUnit + 100, 77}, 5);
-  for (format::HashChoice hashes :
-       {format::HashChoice{true, false}, format::HashChoice{false, true}}) {
+  for (digest::HashChoice hashes :
+       {digest::HashChoice{true, false}, digest::HashChoice{false, true}}) {
     const Bytes file = save_all(tensors, {.hashes = hashes});
     const size_t payload = file.size() - 8 - 77 - 64 - 100 - 2 * kUnit;  // somewhere near its start
     for (size_t at : {payload + 5000, payload + kUnit, payload + 2 * kUnit, file.size() - 8 - 40}) {

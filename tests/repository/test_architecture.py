@@ -23,14 +23,14 @@ CSRC = ROOT / "csrc"
 # From a folder of csrc/ to the folders that it may include, itself left out.
 LAYERS = {
     "core": set(),
-    "format": {"core"},
+    "digest": {"core"},
+    "format": {"core", "digest"},
     "crypto": {"core"},
     "io": {"core"},
     "device": {"core"},
-    "digest": {"core", "format"},
     "load": {"core", "format", "crypto", "io", "device", "digest"},
     "save": {"core", "format", "crypto", "io", "device", "digest"},
-    "bind": {"core", "format", "crypto", "io", "device", "load", "save"},
+    "bind": {"core", "digest", "format", "crypto", "io", "device", "load", "save"},
 }
 PYTHON_HEADERS = re.compile(r"^(Python\.h|pybind11/|torch/|ATen/|c10/|numpy/)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -1,13 +1,13 @@
-#include "format/digest.h"
+#include "digest/digest.h"
 
 #include <isa-l/crc.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "format/sha256_kernels.h"
+#include "digest/sha256_kernels.h"
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 namespace {
 
 // --- CRC-32 ---
@@ -120,4 +120,4 @@ Sha256Digest Sha256::finish() noexcept {
   return digest;
 }
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest

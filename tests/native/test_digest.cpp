@@ -7,10 +7,10 @@
 #include <functional>
 #include <random>
 
-#include "format/digest.h"
-#include "format/sha256_kernels.h"
+#include "digest/digest.h"
+#include "digest/sha256_kernels.h"
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 namespace {
 
 std::vector<std::byte> random_bytes(size_t nbytes, uint32_t seed = 1) {
@@ -288,4 +288,4 @@ TEST(Crc32, CombinesLengthsThatNoMemoryHolds) {
 }
 
 }  // namespace
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest

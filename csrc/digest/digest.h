@@ -13,7 +13,7 @@
 #include <memory>
 #include <span>
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 
 uint32_t crc32(uint32_t seed,
                std::span<const std::byte> bytes) noexcept;  // seed 0 to start; zlib convention
@@ -52,4 +52,16 @@ class Sha256 {
   uint64_t total_nbytes_ = 0;
 };
 
-}  // namespace tensorizer::format
+// Which digests of a record are stored, or wanted.
+struct HashChoice {
+  bool crc32 = true;
+  bool sha256 = true;
+};
+
+// Both digests of a record header; they continue with the payload.
+struct HeaderDigest {
+  uint32_t crc32 = 0;
+  Sha256 sha256;
+};
+
+}  // namespace tensorizer::digest

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 
 void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
   SHA256_CTX context{};
@@ -14,7 +14,7 @@ void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noex
   std::copy_n(context.h, 8, state);
 }
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest
 
 #if defined(__x86_64__)
 
@@ -24,11 +24,11 @@ void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noex
 #include <utility>
 
 #include "core/cpu_features.h"
-#include "format/sha256_kernels.h"
+#include "digest/sha256_kernels.h"
 
 #define TENSORIZER_SHA_NI __attribute__((target("sha,sse4.1"), always_inline)) inline
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 namespace {
 
 // One message: its state in the order the instructions want, and the last sixteen schedule words.
@@ -145,17 +145,17 @@ __attribute__((target("sha,sse4.1"))) void sha_ni_absorb_pair(uint32_t* state_a,
   store_state(b, state_b);
 }
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest
 
 #else  // other processors: OpenSSL has their kernels
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 
 bool sha_ni_supported() noexcept { return false; }
 void sha_ni_absorb(uint32_t*, const std::byte*, size_t) noexcept {}
 void sha_ni_absorb_pair(uint32_t*, const std::byte*, uint32_t*, const std::byte*, size_t) noexcept {
 }
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest
 
 #endif

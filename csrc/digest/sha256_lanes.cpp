@@ -15,12 +15,12 @@
 #include <utility>
 
 #include "core/cpu_features.h"
-#include "format/sha256_kernels.h"
+#include "digest/sha256_kernels.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define INLINE __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) inline
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 namespace {
 
 // The messages lie in memory, too many of them for the processor to foresee all of their next
@@ -214,16 +214,16 @@ TARGET void sha_absorb_8(const BlockRun* runs, size_t count, size_t nblocks) noe
   absorb<Half>(runs, count, nblocks);
 }
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest
 
 #else  // other processors have no such kernel
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 
 bool sha_lanes_supported() noexcept { return false; }
 void sha_absorb_16(const BlockRun*, size_t, size_t) noexcept {}
 void sha_absorb_8(const BlockRun*, size_t, size_t) noexcept {}
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest
 
 #endif

@@ -1,4 +1,4 @@
-#include "format/sha256_kernels.h"
+#include "digest/sha256_kernels.h"
 
 #include <algorithm>
 #include <array>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <new>
 
-namespace tensorizer::format {
+namespace tensorizer::digest {
 namespace {
 
 void openssl_one(const BlockRun* runs, size_t, size_t nblocks) noexcept {
@@ -150,4 +150,4 @@ void absorb_all(const Sha256Kernel& kernel, std::span<BlockRun> runs) noexcept {
   }
 }
 
-}  // namespace tensorizer::format
+}  // namespace tensorizer::digest
