@@ -42,14 +42,14 @@ except ModuleNotFoundError as error:
 
 ROOT = Path(__file__).parent.resolve()
 
-# pkg-config name, a header that proves it, link flag, and the package on Debian, Fedora and Homebrew
+# pkg-config name, a header that proves it, link flag, and the package on Debian and Fedora
 LIBRARIES = [
-    ("libcurl", "curl/curl.h", "curl", "libcurl4-openssl-dev", "libcurl-devel", "curl"),
-    ("libsodium", "sodium.h", "sodium", "libsodium-dev", "libsodium-devel", "libsodium"),
-    ("libcrypto", "openssl/evp.h", "crypto", "libssl-dev", "openssl-devel", "openssl@3"),
-    ("libssl", "openssl/ssl.h", "ssl", "libssl-dev", "openssl-devel", "openssl@3"),
-    ("hiredis", "hiredis/hiredis.h", "hiredis", "libhiredis-dev", "hiredis-devel", "hiredis"),
-    ("libisal", "isa-l.h", "isal", "libisal-dev", "isa-l-devel", "isa-l"),
+    ("libcurl", "curl/curl.h", "curl", "libcurl4-openssl-dev", "libcurl-devel"),
+    ("libsodium", "sodium.h", "sodium", "libsodium-dev", "libsodium-devel"),
+    ("libcrypto", "openssl/evp.h", "crypto", "libssl-dev", "openssl-devel"),
+    ("libssl", "openssl/ssl.h", "ssl", "libssl-dev", "openssl-devel"),
+    ("hiredis", "hiredis/hiredis.h", "hiredis", "libhiredis-dev", "hiredis-devel"),
+    ("libisal", "isa-l.h", "isal", "libisal-dev", "isa-l-devel"),
 ]
 
 OLDEST_CURL = 0x074400  # 7.68; scripts/old_curl_check.sh compiles as if it were that one
@@ -66,17 +66,17 @@ COMPILE_FLAGS = [
     "-Wextra",
     *(["-Werror"] if os.environ.get("TENSORIZER_WERROR") == "1" else []),  # not for users: later compilers warn of more
     "-Wno-missing-field-initializers",  # designated initializers leave the rest at its default
+    "-fstack-clash-protection",
+    "-U_FORTIFY_SOURCE",
+    "-D_FORTIFY_SOURCE=2",
+    "-D_GLIBCXX_ASSERTIONS",
 ]
-if sys.platform.startswith("linux"):
-    COMPILE_FLAGS += ["-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-D_GLIBCXX_ASSERTIONS"]
-    LINK_FLAGS = [
-        "-Wl,-z,relro,-z,now",
-        "-Wl,-z,noexecstack",
-        "-Wl,--as-needed",
-        f"-Wl,--version-script={ROOT / 'csrc' / 'bind' / 'exports.map'}",
-    ]
-else:
-    LINK_FLAGS = []
+LINK_FLAGS = [
+    "-Wl,-z,relro,-z,now",
+    "-Wl,-z,noexecstack",
+    "-Wl,--as-needed",
+    f"-Wl,--version-script={ROOT / 'csrc' / 'bind' / 'exports.map'}",
+]
 
 # Linked into wheels, in this order: an archive uses those behind it.
 ARCHIVES = ["curl", "nghttp2", "ssl", "crypto", "hiredis", "sodium", "isal"]
@@ -206,22 +206,22 @@ def system_flags() -> tuple[list[str], list[str]]:
         for folder in library_dirs_below(prefix):
             link_flags += [f"-L{folder}", f"-Wl,-rpath,{folder}"]
     missing = []
-    for name, header, link_name, debian, fedora, homebrew in LIBRARIES:
+    for name, header, link_name, debian, fedora in LIBRARIES:
         own_compile: list[str] = []
         own_link = [f"-l{link_name}"]
         if prefix is None:
             own_compile = pkg_config("--cflags", name) or []
             own_link = pkg_config("--libs", name) or own_link
         if not compiler_has_header(header, compile_flags + own_compile):
-            missing.append((link_name, debian, fedora, homebrew))
+            missing.append((link_name, debian, fedora))
             continue
         compile_flags += own_compile
         link_flags += own_link
     if missing:
-        names, debian, fedora, homebrew = (" ".join(dict.fromkeys(column)) for column in zip(*missing))
+        names, debian, fedora = (" ".join(dict.fromkeys(column)) for column in zip(*missing))
         sys.exit(
             f"tensorizer: {PIP_HINT}; this build from source misses system libraries ({names}): install them with "
-            f"'apt-get install {debian}', 'dnf install {fedora}' or 'brew install {homebrew}', "
+            f"'apt-get install {debian}' or 'dnf install {fedora}', "
             "or point TENSORIZER_DEPS_PREFIX at a folder that has include/ and lib/"
         )
     refuse_old_curl(compile_flags)

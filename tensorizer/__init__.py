@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from tensorizer import errors as errors
     from tensorizer import integrations as integrations
     from tensorizer import legacy as legacy
-    from tensorizer import module_tree as module_tree
     from tensorizer import progress as progress
     from tensorizer import protobuf as protobuf
-    from tensorizer import s3 as s3
     from tensorizer import serialization as serialization
     from tensorizer import serializer as serializer
     from tensorizer import signing as signing
@@ -104,10 +102,8 @@ _SUBMODULES = {
     "errors",
     "integrations",
     "legacy",
-    "module_tree",
     "progress",
     "protobuf",
-    "s3",
     "serialization",
     "serializer",
     "signing",

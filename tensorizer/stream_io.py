@@ -10,9 +10,8 @@ import io
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
@@ -42,16 +41,13 @@ logger = logging.getLogger(__name__)
 _S3_MODES = ("rb", "wb", "wb+")
 
 
-# -- what programs may replace in this module, looked up at every call -------------------------------------------------
+# -- names that callers of the published package know ------------------------------------------------------------------
 
-# Used where nothing else names an endpoint.
+# Programs may assign these three: every call looks them up. The endpoints are used where nothing else names one.
 default_s3_read_endpoint = READ_ENDPOINT
 default_s3_write_endpoint = WRITE_ENDPOINT
 
-_s3_default_config_paths: tuple[str, ...] = tuple(
-    os.path.expanduser(path)
-    for path in ((r"~\.s3cfg", r"~\AppData\Roaming\s3cmd.ini") if sys.platform == "win32" else ("~/.s3cfg",))
-)
+_s3_default_config_paths: tuple[str, ...] = (os.path.expanduser("~/.s3cfg"),)
 
 s3_download = objects.s3_download
 s3_upload = objects.s3_upload
@@ -66,24 +62,13 @@ def _infer_credentials(
     return infer_credentials(s3_access_key_id, s3_secret_access_key, s3_config_path, _s3_default_config_paths)
 
 
-_Function = TypeVar("_Function")
-
-
-def _if_replaced(function: _Function, own: _Function) -> Optional[_Function]:
-    return None if function is own else function
-
-
 def _s3_options(**keywords: Any) -> S3Options:
-    """Keywords of :func:`open_stream`, and what programs have put in this module's place, as one value."""
+    """Keywords of :func:`open_stream` and the defaults of this module, as one value."""
     return S3Options.of(
         keywords,
-        infer_credentials=_infer_credentials,
-        enforce_scheme=_enforce_scheme,
+        default_config_paths=_s3_default_config_paths,
         read_endpoint=default_s3_read_endpoint,
         write_endpoint=default_s3_write_endpoint,
-        download_url=_if_replaced(_s3_download_url, objects.s3_download_url),
-        download=_if_replaced(s3_download, objects.s3_download),
-        upload=_if_replaced(s3_upload, objects.s3_upload),
     )
 
 

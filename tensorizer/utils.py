@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -159,27 +158,11 @@ class CPUMemoryUsage(NamedTuple):
 
 
 def _peak_rss() -> int:
-    """Peak resident bytes of this process and its largest ended child; the current ones where no peak is kept."""
-    try:
-        import resource
-    except ImportError:
-        return _current_rss()
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, everyone else KiB
+    """Peak resident bytes of this process and its largest ended child."""
+    import resource
+
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(resource.getrusage(kind).ru_maxrss for kind in who) * unit
-
-
-def _current_rss() -> int:
-    import psutil
-
-    process = psutil.Process()
-    total = 0
-    for member in (process, *process.children(recursive=True)):
-        try:
-            total += int(member.memory_info().rss)
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    return sum(resource.getrusage(kind).ru_maxrss for kind in who) * 1024  # Linux counts KiB
 
 
 class MemoryUsage(NamedTuple):

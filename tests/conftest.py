@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import io
@@ -145,10 +146,7 @@ def _find_reference(config, release: str):
         return f"TENSORIZER_REFERENCE_VENVS has no tensorizer {release} in {folder}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{release}.lock").open("w") as lock:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at the same time
         if not (python.exists() and _release_of(python) == release):
             try:
                 _make_reference_venv(folder, release)
@@ -172,10 +170,7 @@ def package_folder(request):
         folder = Path(request.config.cache.mkdir("packages")) / name
         done = folder / ".done"
         with folder.with_suffix(".lock").open("w") as lock:
-            if sys.platform != "win32":
-                import fcntl
-
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 pip = [
                     sys.executable,

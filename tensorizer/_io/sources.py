@@ -222,7 +222,7 @@ def _open_descriptor(descriptor: int) -> OpenedSource:
 def _open_path(path: str) -> OpenedSource:
     if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for a writer, to no purpose
         raise io.UnsupportedOperation(f"{path}: wanted a seekable file, found a named pipe")
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return _open_object(open(path, "rb"))  # directories raise here; devices are read like objects

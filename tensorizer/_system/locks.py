@@ -27,5 +27,4 @@ def _make_anew() -> None:
                 attribute.lock = threading.RLock()  # type: ignore[attr-defined]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_make_anew)
+os.register_at_fork(after_in_child=_make_anew)

@@ -158,7 +158,6 @@ def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_nex
     assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_leaves_a_background_save_to_its_parent_and_saves_by_itself(tmp_path, monkeypatch):
     plugin = TensorizerCheckpointIO(async_save=True)
     go_on, write = threading.Event(), plugin._write

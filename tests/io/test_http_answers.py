@@ -317,7 +317,6 @@ def test_several_threads_take_turns_on_a_server_without_ranges():
         assert results == {offset: CONTENT[offset : offset + 1000] for offset in range(10_000, 100_000, 15_000)}
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.parametrize("etag", ["auto", None])
 def test_a_forked_child_starts_a_pass_of_its_own_and_the_parents_goes_on(etag):
     """Both would read one socket, and each would miss what the other took."""
@@ -346,7 +345,6 @@ def test_a_forked_child_starts_a_pass_of_its_own_and_the_parents_goes_on(etag):
         assert len(server.requests) == (1 if etag is None else 2)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_that_is_forked_in_the_middle_of_a_pass_starts_one_of_its_own():
     content = random_bytes(2_000_000)
     stalls = Reply(ignore_range=True, stall_after=500_000)

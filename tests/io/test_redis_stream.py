@@ -597,7 +597,6 @@ class TestNetwork:
         assert thread_count() <= threads
         assert {d for d in open_descriptors() - before if "socket" in d[1]} == set()
 
-    @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
     def test_a_forked_child_uses_connections_of_its_own(self, server):
         data = random_bytes(500_000)
         store(server.client(), "fork", [0, 1000], data)

@@ -294,10 +294,6 @@ class TestEndpoints:
         with pytest.raises(ValueError, match="Non-HTTPS"):
             url_of(s3_endpoint="ftp://store.example", force_http=True, **self.BOTH)
 
-    def test_the_scheme_rule_can_be_replaced_in_stream_io(self, monkeypatch):
-        monkeypatch.setattr(stream_io, "_enforce_scheme", lambda endpoint, *_: "http://" + endpoint)
-        assert url_of(s3_endpoint="store.example", **self.BOTH).startswith("http://store.example/")
-
     @pytest.mark.parametrize(
         ("endpoint", "expected"),
         [
@@ -363,12 +359,6 @@ class TestUrls:
             stream_io._s3_download_url("s3://bucket/k", None, None, "https://h.example") == "https://h.example/bucket/k"
         )
         assert host_of(stream_io._s3_download_url("s3://bucket/k", KEY, SECRET)) == READ_DEFAULT
-
-    def test_helpers_that_are_replaced_in_stream_io_are_used(self, monkeypatch):
-        seen = []
-        monkeypatch.setattr(stream_io, "s3_download", lambda *args: seen.append(args))
-        stream_io.open_stream("s3://b/k", s3_endpoint="h.example", begin=1, end=2, **self.BOTH)
-        assert seen == [("s3://b/k", KEY, SECRET, "https://h.example", None, None, None, 1, 2, None)]
 
 
 class TestSecrets:

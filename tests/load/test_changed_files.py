@@ -132,7 +132,6 @@ with open(sys.argv[1], "rb") as file:
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs a page cache that can be emptied")
 def test_a_file_of_somebody_else_that_is_not_cached_is_not_taken_for_cached(fresh_process, tmp_path):
     """mincore() says that all of it is, where the process neither owns the file nor may write to it."""
     path = samples.write_state_dict(tmp_path / "f", {"a": torch.ones(4 << 20)})

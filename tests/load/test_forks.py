@@ -16,8 +16,6 @@ import torch
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, save_file
 from tensorizer._load.open_file import OpenFile
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-
 VALUES = {"a": torch.arange(1000.0), "b": torch.arange(5000)}
 
 

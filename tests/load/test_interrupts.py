@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import textwrap
 
 import pytest
@@ -12,8 +11,6 @@ import reference_format as fmt
 import samples
 import torch
 from samples import tensor
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs POSIX signals and /proc")
 
 # Seconds from the signal to the exception. The promise is 0.2 on a machine that has nothing else to do; tests share
 # theirs, so the best of three tries counts.

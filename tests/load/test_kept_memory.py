@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import samples
 import torch
@@ -11,8 +9,6 @@ from samples import tensor
 
 from tensorizer._load import reader
 from tensorizer._system import cgroup, config
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs MADV_FREE")
 
 PRELUDE = """
 import gc, os, sys, time, torch

@@ -22,8 +22,6 @@ import tensorizer._C
 MODULE = Path(tensorizer._C.__file__)
 (VERSION,) = re.findall(r'"(.+)"', (ROOT / "tensorizer" / "_version.py").read_text())
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF sections")
-
 
 def readelf(*options: str) -> str:
     return subprocess.run(
@@ -93,22 +91,21 @@ def compiler_without(header: str, folder: Path) -> str:
 
 class TestMissingLibraries:
     @pytest.mark.parametrize(
-        ("header", "debian", "fedora", "homebrew"),
+        ("header", "debian", "fedora"),
         [
-            ("sodium.h", "libsodium-dev", "libsodium-devel", "libsodium"),
-            ("curl/curl.h", "libcurl4-openssl-dev", "libcurl-devel", "curl"),
-            ("isa-l.h", "libisal-dev", "isa-l-devel", "isa-l"),
+            ("sodium.h", "libsodium-dev", "libsodium-devel"),
+            ("curl/curl.h", "libcurl4-openssl-dev", "libcurl-devel"),
+            ("isa-l.h", "libisal-dev", "isa-l-devel"),
         ],
     )
     def test_one_missing_library_ends_the_build_with_one_line_that_names_its_packages(
-        self, tmp_path: Path, header: str, debian: str, fedora: str, homebrew: str
+        self, tmp_path: Path, header: str, debian: str, fedora: str
     ) -> None:
         result = run_setup("--version", CXX=compiler_without(header, tmp_path))
         assert result.returncode != 0
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
         assert f"'apt-get install {debian}'" in result.stderr
         assert f"'dnf install {fedora}'" in result.stderr
-        assert f"'brew install {homebrew}'" in result.stderr
         assert "TENSORIZER_DEPS_PREFIX" in result.stderr
 
     def test_all_missing_libraries_are_named_at_once(self) -> None:

@@ -28,8 +28,6 @@ import tensorizer._C
 SCRIPTS = ROOT / "scripts" / "packaging"
 PYTHONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="wheels are for Linux")
-
 
 @pytest.fixture
 def scripts(monkeypatch):

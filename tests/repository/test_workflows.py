@@ -19,8 +19,6 @@ from places import ROOT
 
 SCRIPTS = ROOT / "scripts" / "packaging"
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these commands are for Linux")
-
 
 @pytest.fixture
 def scripts(monkeypatch):

@@ -510,7 +510,6 @@ for open_target in (lambda: target, lambda: open(target, "wb+")):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files without a name")
 def test_a_file_without_a_name_is_written_through_its_descriptor():
     descriptor = os.memfd_create("f")
     os.write(descriptor, b"old" * 100_000)

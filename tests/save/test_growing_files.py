@@ -53,7 +53,6 @@ assert len(TensorDeserializer(path, device="cpu", verify_hash=True)) == 301
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs LD_PRELOAD")
 def test_a_loop_over_write_tensor_syncs_with_the_name_and_at_the_end_and_starts_no_thread_per_tensor(tmp_path):
     shim = tmp_path / "shim.so"
     compiler = ["cc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(shim), "-ldl"]
@@ -133,7 +132,6 @@ def test_a_tensor_that_fails_or_needs_another_version_while_others_wait_takes_no
     assert_same(load(path, verify_hash=True), wanted)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_that_inherits_a_growing_file_and_ends_does_not_touch_it(fresh_process, tmp_path):
     program = """
         import gc, os, sys, torch

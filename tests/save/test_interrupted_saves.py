@@ -202,7 +202,6 @@ def run_limited(fresh_process):
     return run
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_FSIZE and /proc")
 @pytest.mark.parametrize("end", ["drop", "close"])
 @pytest.mark.parametrize("words", ["first", "second", "second outgrow"])
 def test_a_full_disk_leaves_the_old_file_or_the_last_complete_content(run_limited, tmp_path, words, end):
@@ -340,7 +339,6 @@ assert TensorDeserializer(target, device="cpu")["a"][-1] == 2.0
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs a system with files that have no name")
 def test_where_every_file_has_a_name_a_hidden_one_serves_until_the_content_is_whole(tmp_path):
     shim = tmp_path / "shim.so"
     compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(shim)]

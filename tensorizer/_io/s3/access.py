@@ -132,7 +132,6 @@ class S3Access:
         refreshes: Whether the credentials change from time to time.
         checksums: What the user's AWS settings say of checksums of requests: ``"when_supported"``,
             ``"when_required"``, or ``None`` for nothing.
-        arguments: What :func:`tensorizer.s3.s3_download` takes behind the URI.
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class S3Access:
         self.source = identity.source
         self.refreshes = identity.refreshes
         self.checksums = checksums
-        self.arguments = (*identity.keys, endpoint, options.region_name, options.signature_version)
 
     @property
     def client(self) -> Any:
@@ -289,14 +287,13 @@ def _warn_of_default(access: S3Access) -> None:
 
 def _file_or_arguments(options: S3Options) -> Optional[ParsedCredentials]:
     """``None`` sends the search on to the AWS chain. A profile is part of that chain and goes before ``~/.s3cfg``."""
-    infer = options.infer_credentials
     incomplete = options.access_key_id is None or options.secret_access_key is None
     if options.profile is not None and incomplete and options.config_path is None:
         return None
-    if infer is None:
-        return None
     try:
-        return infer(options.access_key_id, options.secret_access_key, options.config_path)
+        return infer_credentials(
+            options.access_key_id, options.secret_access_key, options.config_path, options.default_config_paths
+        )
     except (ValueError, FileNotFoundError) as error:
         if options.config_path is None:
             return None
@@ -334,7 +331,7 @@ def _as_url(endpoint: str, options: S3Options, config: Optional[ParsedCredential
     force_http = options.force_http
     if force_http is None:
         force_http = config is not None and config.use_https is False
-    return (options.enforce_scheme or enforce_scheme)(endpoint, allow_http, force_http)
+    return enforce_scheme(endpoint, allow_http, force_http)
 
 
 def _access(

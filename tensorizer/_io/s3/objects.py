@@ -6,9 +6,8 @@ GETs of presigned URLs that are renewed before they expire, writes are PUTs of p
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
@@ -100,7 +99,6 @@ def _open_presigned(
     begin: Optional[int],
     end: Optional[int],
     buffer_size: Optional[int],
-    make_url: Optional[Callable[[], str]] = None,
     cached: Optional[CachedObject] = None,
 ) -> CURLStreamFile:
     lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, _url_seconds() - _RENEW_SECONDS)
@@ -108,7 +106,7 @@ def _open_presigned(
         lifetime = _SESSION_SECONDS
 
     extra = options.extra("get")
-    first = SignedRequest(make_url(), {}) if make_url is not None else _signed(access, location, extra)
+    first = _signed(access, location, extra)
     return CURLStreamFile(
         first.url,
         begin=begin,
@@ -117,7 +115,7 @@ def _open_presigned(
         buffer_size=buffer_size,
         certificate_handling=options.certificate_handling,
         http_options=options.http_options,
-        url_provider=make_url or (lambda: _signed(access, location, extra).url),
+        url_provider=lambda: _signed(access, location, extra).url,
         url_lifetime=lifetime,
         display_name=access.describe(location),
         cached=cached,
@@ -145,16 +143,9 @@ def open_read(
     if cached is not None and cached.cache.offline:
         return cast(BinaryIO, cached.open_offline())
     access = resolve(location, options, write=False)
-    make_url = None
     if options.extra("get"):
-        _refuse_extra_args("get", options.download or options.download_url)
         check_names(access.client, "get", options.extra("get"))
-    if options.download_url is not None:
-        make_url = functools.partial(options.download_url, uri, *access.arguments)
-    if options.download is not None:
-        stream = options.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
-        return cast(CURLStreamFile, stream)
-    return _open_presigned(access, location, options, begin, end, buffer_size, make_url, cached)
+    return _open_presigned(access, location, options, begin, end, buffer_size, cached)
 
 
 def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[CachedObject]:
@@ -173,12 +164,6 @@ def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[
         found.leave("s3_extra_args name a version; name it in the URI")
         return None
     return found
-
-
-def _refuse_extra_args(kind: str, replaced: Optional[Callable[..., Any]]) -> None:
-    if replaced is not None:
-        name = getattr(replaced, "__name__", repr(replaced))
-        raise ValueError(f"s3_extra_args[{kind!r}]: the function {name} that replaces the package's own takes none")
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -237,12 +222,8 @@ def open_write(uri: str, options: S3Options) -> BinaryIO:
     location = _parse_target(uri)
     access = resolve(location, options, write=True)
     extra = options.extra("put")
-    if extra:
-        _refuse_extra_args("put", options.upload)
+    if extra:  # without any, the client is made at the upload
         check_names(access.client, "put", extra)
-    replaced = options.upload
-    if replaced is not None:
-        return cast(BinaryIO, UploadOnClose(lambda path, _: replaced(path, uri, *access.arguments), str(location)))
 
     import boto3.s3.transfer  # noqa: F401 - now: at the end of the interpreter its imports fail
 

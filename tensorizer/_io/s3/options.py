@@ -1,4 +1,4 @@
-"""What a caller says about an object in a store, and what programs may replace."""
+"""What a caller says about an object in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tensorizer._system import checks
 
 if TYPE_CHECKING:
     from tensorizer._io.certificates import CAInfo
-    from tensorizer._io.s3.access import ParsedCredentials
 
 ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
 
@@ -88,7 +87,7 @@ _TEXTS = (
 @dataclasses.dataclass(frozen=True)
 class S3Options:
     """All that is said of objects in a store, but which one: the keywords of :func:`tensorizer.stream_io.open_stream`,
-    without ``s3_``, and what programs may replace in that module, as it is at the time of one call."""
+    without ``s3_``, and the defaults that programs may assign in that module, as they are at the time of the call."""
 
     access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
     secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
@@ -105,23 +104,18 @@ class S3Options:
     certificate_handling: Optional[CAInfo] = None
     http_options: Optional[HTTPOptions] = None
 
-    # What finds keys from those of the arguments and a configuration file; None looks into none.
-    infer_credentials: Optional[Callable[..., ParsedCredentials]] = None
+    # Files of s3cmd that are looked for where no `config_path` is given.
+    default_config_paths: tuple[str, ...] = ()
     # Where nobody names an endpoint.
     read_endpoint: str = dataclasses.field(default=READ_ENDPOINT, repr=False)
     write_endpoint: str = dataclasses.field(default=WRITE_ENDPOINT, repr=False)
-    # None for the package's own: what makes an endpoint a URL, makes the URLs of reads, opens objects, uploads files.
-    enforce_scheme: Optional[Callable[[str, bool, bool], str]] = None
-    download_url: Optional[Callable[..., str]] = None
-    download: Optional[Callable[..., Any]] = None
-    upload: Optional[Callable[..., None]] = None
 
     @classmethod
-    def of(cls, keywords: Mapping[str, Any], **replaced: Any) -> S3Options:
+    def of(cls, keywords: Mapping[str, Any], **defaults: Any) -> S3Options:
         """From keywords of ``open_stream``, of which those that S3 has no use for are passed over."""
-        names = {field.name for field in dataclasses.fields(cls)} - replaced.keys()
+        names = {field.name for field in dataclasses.fields(cls)} - defaults.keys()
         given = {name.removeprefix("s3_"): value for name, value in keywords.items()}
-        return cls(**{name: value for name, value in given.items() if name in names}, **replaced)
+        return cls(**{name: value for name, value in given.items() if name in names}, **defaults)
 
     @property
     def trust(self) -> Optional[CAInfo]:
