@@ -1,8 +1,8 @@
-"""Programs for ``fresh_process``: accelerate on several gloo ranks, with the hooks and with FSDP."""
+"""A program for ``fresh_process``: accelerate on two gloo ranks with FSDP, in ``dcp_default()``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -10,11 +10,9 @@ import torch._dynamo  # imported late otherwise, by each rank
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from rank_processes import run_launched_ranks, run_ranks
+from rank_processes import run_launched_ranks
 
 import tensorizer.distributed as td
-from tensorizer.integrations.accelerate import install_hooks
-from tensorizer.torch import load_file
 
 assert td.dcp_default, dcp  # imported now, once for all ranks
 
@@ -39,40 +37,6 @@ def steps_of(accelerator: Accelerator, model, optimizer, steps: Iterable[int]) -
     return losses
 
 
-def on_two_ranks(make: Callable[[], Accelerator], work: Callable[[Accelerator], object]) -> None:
-    run_launched_ranks(2, lambda _: work(make()), ACCELERATE_USE_CPU="true")
-
-
-def hooks_of_two_ranks(folder: Path) -> None:
-    """Data parallel: stopped and resumed with equal losses; what two ranks wrote loads in one."""
-
-    def work(accelerator: Accelerator) -> None:
-        assert accelerator.num_processes == 2
-        whole = steps_of(accelerator, *prepared(accelerator), range(6))
-        accelerator.free_memory()
-        install_hooks(accelerator, verify_hash=True)
-        steps_of(accelerator, *prepared(accelerator), range(3))
-        accelerator.save_state(folder / "state")
-        accelerator.wait_for_everyone()
-        accelerator.free_memory()
-        model, optimizer = prepared(accelerator)
-        accelerator.load_state(folder / "state")
-        assert steps_of(accelerator, model, optimizer, range(3, 6)) == whole[3:]
-
-    on_two_ranks(lambda: Accelerator(cpu=True), work)
-    names = {path.name for path in (folder / "state").iterdir()}
-    assert names == {"model.tensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"}, names
-
-    def alone(accelerator: Accelerator) -> None:
-        install_hooks(accelerator)
-        model, _ = prepared(accelerator)
-        accelerator.load_state(folder / "state")
-        found = load_file(folder / "state" / "model.tensors")
-        assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
-
-    run_ranks(1, lambda _: alone(Accelerator(cpu=True)), grouped=False)  # not even a group
-
-
 def with_fsdp() -> Accelerator:
     """accelerate's FSDP2 on gloo. Of its own accord accelerate takes FSDP for GPUs alone; the code is the same."""
     plugin = FullyShardedDataParallelPlugin(
@@ -91,7 +55,6 @@ def shards(folder: Path) -> None:
     def work(accelerator: Accelerator) -> None:
         whole = steps_of(accelerator, *prepared(accelerator), range(6))
         accelerator.free_memory()
-        handle = install_hooks(accelerator)  # they have nothing to do, and do nothing
         model, optimizer = prepared(accelerator)
         steps_of(accelerator, model, optimizer, range(3))
         with td.dcp_default(writer={"hashes": "sha256"}):
@@ -104,11 +67,9 @@ def shards(folder: Path) -> None:
             with td.dcp_default(reader={"verify_hash": True}):
                 accelerator.load_state(folder / name)
             assert steps_of(accelerator, model, optimizer, range(3, 6)) == whole[3:], name
-        handle.remove()
 
-    on_two_ranks(with_fsdp, work)
+    run_launched_ranks(2, lambda _: work(with_fsdp()), ACCELERATE_USE_CPU="true")
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert td.verify(folder / "ours" / part).ok
         assert len(list((folder / "ours" / part).glob("*.tensors"))) == 2
         assert list((folder / "theirs" / part).glob("*.distcp"))
-    assert not list((folder / "ours").glob("model*"))
