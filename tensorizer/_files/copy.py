@@ -205,14 +205,15 @@ def _in_store(path: str, files: Sequence[Any], stream_options: Optional[Mapping[
     return [other] if exists(other, stream_options) else []
 
 
-def safetensors_beside(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
-    """Names of ``.safetensors`` files and indexes that are, in its folder, another form of a ``.tensors`` file."""
+def other_format_beside(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
+    """Names of files and indexes that hold, in the folder of a file, the same model in the other format."""
     path = local_path(target)
     folder, name = os.path.split(os.fspath(target) if path is None else os.path.abspath(path))
+    ending = ".tensors" if name.endswith(".safetensors") else ".safetensors"
     if path is not None:
         names = os.listdir(folder) if os.path.isdir(folder) else []
-        return sorted(n for n in names if ".safetensors" in n and shards.form_stem(n) == shards.form_stem(name))
-    single = f"{shards.form_stem(name)}.safetensors"
+        return sorted(n for n in names if ending in n and shards.form_stem(n) == shards.form_stem(name))
+    single = f"{shards.form_stem(name)}{ending}"
     return [n for n in (single, shards.index_name(single)) if exists(f"{folder}/{n}", stream_options)]
 
 

@@ -35,6 +35,7 @@ def save_pretrained(
     *,
     tokenizer: Any = None,
     metadata: Optional[Mapping[str, str]] = None,
+    format: str = "tensors",
     ties: str = "once",
     encryption: Any = None,
     max_shard_size: Union[str, int, None] = None,
@@ -44,11 +45,13 @@ def save_pretrained(
 ) -> None:
     """Write an object as its library's ``save_pretrained`` would, with the weights in ``.tensors`` files.
 
+    A ``SentenceTransformer`` needs ``format="safetensors"``: only its library loads it, and reads no other files.
+
     It writes the configuration, the generation configuration and the tokenizer beside them, so that ``AutoConfig`` and
     ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file appears when it is
     complete, the weights first. Shards and the single file of an earlier save under the same name are removed. In a
-    bucket, only the file that readers would try is removed; shards that no index names stay. ``.safetensors`` files of
-    the model stay too, with a warning: readers of the folder then raise until one of the two is removed.
+    bucket, only the file that readers would try is removed; shards that no index names stay. Files of the model in the
+    other format stay too, with a warning: readers of the folder then raise until one of the two is removed.
 
     Args:
         obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (only its adapters), a pipeline, or a
@@ -56,6 +59,7 @@ def save_pretrained(
         folder: A local folder, created if missing, or an ``s3://`` prefix.
         tokenizer: Anything else with ``save_pretrained(folder)`` that belongs to it: a tokenizer or processor.
         metadata: Texts to store in the files of weights, beside the ones that say what wrote them.
+        format: Of the files of weights: ``"tensors"``, or ``"safetensors"``, which the libraries read too.
         ties: Names that share one tensor are stored ``"once"``, the others recorded, or ``"twice"``.
         encryption: Encrypts the weights (:class:`tensorizer.EncryptionParams`); configurations stay in clear.
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files and an index. Default: one file.
@@ -69,8 +73,10 @@ def save_pretrained(
 
     Raises:
         TypeError: An object of another kind.
-        ValueError: Tensors without data, on the meta device or offloaded; another word for `names`.
-        UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors.
+        ValueError: Tensors without data, on the meta device or offloaded; another word for `names` or `format`;
+            `encryption` of ``.safetensors`` files.
+        UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors; a
+            ``SentenceTransformer`` in another format than ``"safetensors"``.
         OSError: The folder cannot be written.
     """
     from tensorizer.integrations._hf.saving import save_folder
@@ -80,6 +86,7 @@ def save_pretrained(
         folder,
         tokenizer=tokenizer,
         metadata=metadata,
+        format=format,
         ties=ties,
         encryption=encryption,
         max_shard_size=max_shard_size,
@@ -111,7 +118,6 @@ def from_pretrained(
     local_files_only: bool = False,
     token: Any = None,
     allow_pickle: bool = False,
-    allow_plaintext_temp: bool = False,
     mmap: Optional[bool] = None,
     output_loading_info: bool = False,
     stream_options: StreamOptions = None,
@@ -121,8 +127,7 @@ def from_pretrained(
 
     The result is that of the library's own ``from_pretrained``: in evaluation mode, tied, with its generation
     configuration. If names and shapes of the file are those of the model, tensors go straight to the device. If the
-    library has to rename, convert or quantise, it gets a state dict; if it reads only files, a temporary one
-    (docs/huggingface.md lists the cases).
+    library has to rename, convert or quantise, it gets a state dict (docs/huggingface.md lists the cases).
 
     Args:
         cls: The class, an ``AutoModel...``, or ``None``: the one that the configuration names.
@@ -151,7 +156,6 @@ def from_pretrained(
             what is in the cache is used, with a warning.
         token: For the hub, as ``huggingface_hub`` takes it; it is sent only to the hub's host.
         allow_pickle: If there are only ``.bin`` files, reads them with ``torch.load(weights_only=True)``.
-        allow_plaintext_temp: If the library reads only files, decrypts encrypted weights to a private temporary file.
         mmap: ``True`` makes the tensors copy-on-write views of local, unencrypted weights. The call returns at once,
             and the system reads a page when it is first used. A program that writes into the file changes the model,
             and a program that truncates it ends the process; replacing the file changes nothing. ``None`` maps on the
@@ -167,7 +171,7 @@ def from_pretrained(
         LoadError: With `strict`, tensors are missing or unexpected.
         ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; no dtype
             of floating point, or the misspelt name of one; weights
-            that only `allow_pickle` or `allow_plaintext_temp` would load; `mmap` with another device than the CPU or a
+            that only `allow_pickle` would load; `mmap` with another device than the CPU or a
             device map, or of what is encrypted, pickled or not local; ``output_loading_info`` of something that has
             none.
         UnsupportedContentError: A model quantised by ``torchao``, unless the library can read a local folder itself.

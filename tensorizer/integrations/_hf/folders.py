@@ -70,7 +70,6 @@ class LoadOptions:
     public_key: Any = None
     require_authenticated: Optional[bool] = None
     allow_pickle: bool = False
-    allow_plaintext_temp: bool = False
     mmap: Optional[bool] = None
     model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -105,18 +104,6 @@ def is_small_file(name: str, folders: Collection[str]) -> bool:
     return name.startswith(
         tuple(f"{folder.strip('/')}/" for folder in (*folders, *_OF_TOKENIZERS) if folder.strip("/"))
     )
-
-
-def small_files(folder: Path, folders: Collection[str]) -> Iterator[str]:
-    """The names of the files in a local folder that :func:`is_small_file` means; others are not even listed."""
-    yield from (p.name for p in folder.iterdir() if p.is_file() and is_small_file(p.name, folders))
-    found: set[str] = set()
-    for inside in (*folders, *_OF_TOKENIZERS):
-        if inside.strip("/"):
-            found.update(
-                p.relative_to(folder).as_posix() for p in folder.glob(f"{glob.escape(inside.strip('/'))}/**/*")
-            )
-    yield from sorted(name for name in found if is_small_file(name, folders) and (folder / name).is_file())
 
 
 class ModelFolder:

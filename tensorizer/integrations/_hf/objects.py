@@ -1,4 +1,4 @@
-"""What a folder holds, and who loads it: models, pipelines of ``diffusers``, adapters, sentence transformers."""
+"""What a folder holds, and who loads it: models, pipelines of ``diffusers``, adapters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError, UnsupportedContentError
 from tensorizer.integrations._hf import models
-from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder, small_files
-from tensorizer.integrations._hf.weights import Weights, find_weights, private_folder, write_safetensors
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
+from tensorizer.integrations._hf.weights import Weights, find_weights
 
 _ADAPTER = "adapter_config.json"
 _PIPELINE = "model_index.json"
@@ -42,14 +42,17 @@ def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dic
 def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
     if folder.has(_PIPELINE):
         return _load_pipeline(cls, folder, options), None
-    if folder.has(_SENTENCES) and (cls is None or is_of("sentence_transformers", cls)):
-        return _load_sentence_transformer(cls, folder, options), None
+    if is_of("sentence_transformers", cls) or (cls is None and folder.has(_SENTENCES)):
+        raise UnsupportedContentError(
+            f"{folder.label}: a sentence transformer, which its library reads from .safetensors files: "
+            "SentenceTransformer(folder) loads the folder"
+        )
     if folder.has(_ADAPTER) and not folder.has("config.json"):
         return _load_with_base(cls, folder, options), None
     values = folder.read_json("config.json")
     if values is None and options.config is None:
         raise FileNotFoundError(
-            f"{folder.label}: wanted config.json, {_ADAPTER}, {_PIPELINE} or {_SENTENCES} in it, found none of them"
+            f"{folder.label}: wanted config.json, {_ADAPTER} or {_PIPELINE} in it, found none of them"
         )
     if values is not None and "_class_name" in values:
         return _load_diffusers_model(cls, folder, options), None
@@ -83,7 +86,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
         model = cls.from_config(config)
     _set_dtype(model, dtype)
     if not models.fill_empty(model, weights, options.device):
-        model = _by_library(cls, folder, weights, options, dtype)
+        model = _from_state_dict(cls, config, weights, options, dtype)
     model.register_to_config(_name_or_path=folder.label)
     return model.to(options.device).eval()
 
@@ -115,19 +118,23 @@ def _set_dtype(model: Any, dtype: Optional[torch.dtype]) -> None:
             tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
 
 
-def _by_library(
-    cls: Any, folder: ModelFolder, weights: Weights, options: LoadOptions, dtype: Optional[torch.dtype]
+def _from_state_dict(
+    cls: Any, config: Any, weights: Weights, options: LoadOptions, dtype: Optional[torch.dtype]
 ) -> Any:
-    """The library's model, from a temporary file: it renames and converts, but takes no state dict."""
-    keywords: dict[str, Any] = {} if dtype is None else {"torch_dtype": dtype}
-    if not models.kept_in_float32(cls):  # with such parts the library wants the default; else missing ones have no data
-        keywords["low_cpu_mem_usage"] = False
-    with private_folder(folder.fetch("config.json"), ["config.json"], weights.nbytes) as files:
-        write_safetensors(weights, files / f"{_DIFFUSERS_STEM}.safetensors", options.allow_plaintext_temp)
-        model, info = cls.from_pretrained(files, output_loading_info=True, use_safetensors=True, **keywords)
-    left = [*info.get("missing_keys", ()), *info.get("unexpected_keys", ())]
+    """A model that the class initialises, with whatever the file has for it."""
+    with _default_dtype(dtype):
+        model = cls.from_config(config)
+    _set_dtype(model, dtype)
+    try:
+        result = model.load_state_dict(weights.state_dict(), strict=False)
+    except RuntimeError as error:  # shapes
+        raise LoadError(f"{weights.label}: {error}") from error
+    left = [*result.missing_keys, *result.unexpected_keys]
     if options.strict and left:
-        raise LoadError(f"{weights.label}: missing from it or unexpected in it: {', '.join(map(str, left[:20]))}")
+        raise LoadError(
+            f"{weights.label}: missing from it or unexpected in it: {', '.join(left[:20])}. If early releases of "
+            "diffusers wrote the file under other names, load it with the library and save it again"
+        )
     return model
 
 
@@ -226,36 +233,6 @@ def is_of(package: str, obj: Any) -> bool:
     """Whether an object or class is of a package, or derives from a class of it."""
     kind = obj if isinstance(obj, type) else type(obj)
     return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
-
-
-def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
-    """A model with all its modules, which read their weights from files alone."""
-    from sentence_transformers import SentenceTransformer
-
-    found: dict[str, Weights] = {}
-    paths: list[str] = []
-    for module in folder.read_json(_SENTENCES, list):
-        if not isinstance(module, dict) or not isinstance(module.get("path"), str):
-            raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
-        if not str(module.get("type")).startswith("sentence_transformers."):  # else some releases run a file of it
-            raise ValueError(
-                f"{folder.label}: {_SENTENCES}: the class {module.get('type')!r:.200} is code that is not of the "
-                "library, which is never run"
-            )
-        paths.append(module["path"])
-        with contextlib.suppress(FileNotFoundError):  # a module without parameters, such as pooling
-            found[module["path"].strip("/")] = find_weights(folder.below(module["path"]), "model", options)
-    source = folder.fetch_all(paths)
-    nbytes = sum(weights.nbytes for weights in found.values())
-    with private_folder(source, small_files(source, paths), nbytes) as files:
-        for path, weights in found.items():
-            write_safetensors(weights, Path(files, path, "model.safetensors"), options.allow_plaintext_temp)
-        keywords = dict(options.model_kwargs)
-        if options.dtype not in (None, "auto"):
-            name = "torch_dtype" if options.old_name_of_dtype else "dtype"
-            keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), name: options.dtype}
-        model = (cls or SentenceTransformer)(str(files), device=str(options.device), local_files_only=True, **keywords)
-    return model.eval()
 
 
 def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:

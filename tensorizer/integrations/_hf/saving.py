@@ -1,4 +1,4 @@
-"""Writing what the libraries' own ``save_pretrained`` writes, with the weights in ``.tensors`` files."""
+"""Writing what the libraries' own ``save_pretrained`` writes, with the weights in files of the package's own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tensorizer._files.contents import (
     module_contents,
     state_dict_contents,
 )
-from tensorizer._files.copy import other_forms, remove_files, safetensors_beside
+from tensorizer._files.copy import other_format_beside, other_forms, remove_files
 from tensorizer._files.names import is_quantised_by_torchao
-from tensorizer._files.write import WriteOptions, write_contents
+from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._io.access import Access
 from tensorizer._io.forms import origin_in
 from tensorizer._io.shards import ORIGIN_KEY, origin_text
@@ -70,6 +70,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         self._options, self._access = options, access
         self._metadata, self._variant, self.as_library = metadata, variant, as_library
         self._is_copy = is_copy and not self.remote
+        self.format = options.format
         self._temporary = tempfile.TemporaryDirectory(prefix="tensorizer-")
         self.staging = Path(self._temporary.name)
         self._weights: list[str] = []
@@ -103,13 +104,14 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         return {"format": "pt", **more, **self._metadata}
 
     def _write(self, contents: Contents, subfolder: str, stem: str) -> None:
-        name = f"{stem}.{self._variant}.tensors" if self._variant else f"{stem}.tensors"
+        stem = f"{stem}.{self._variant}" if self._variant else stem
+        name = f"{stem}.{self.format}"
         name = f"{subfolder}/{name}" if subfolder else name
         self._weights.append(name)
         path, stream_options = self.join(name), self._access.stream_options
         if not self.remote:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        beside = safetensors_beside(path, stream_options)
+        beside = other_format_beside(path, stream_options)
         if beside and self._is_copy:
             note = origin_text(origin_in(os.path.dirname(path), beside[0]))
             contents = contents._replace(metadata={**(contents.metadata or {}), ORIGIN_KEY: note})
@@ -150,6 +152,7 @@ def save_folder(
     *,
     tokenizer: Any = None,
     metadata: Optional[Mapping[str, str]] = None,
+    format: str = "tensors",
     ties: str = "once",
     encryption: Any = None,
     max_shard_size: Union[str, int, None] = None,
@@ -165,7 +168,7 @@ def save_folder(
     """
     if names not in ("model", "library"):
         raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
-    options = WriteOptions(format="tensors", ties=ties, max_shard_size=max_shard_size)
+    options = WriteOptions(format=format_of("", format), ties=ties, max_shard_size=max_shard_size)
     access = Access.to_write(encryption, stream_options)
     with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library", is_copy) as where:
         if is_plain:
@@ -293,6 +296,11 @@ def _save_pipeline(pipeline: Any, where: SavedFolder) -> None:
 
 
 def _save_sentence_transformer(model: Any, where: SavedFolder) -> None:
+    if where.format != "safetensors":
+        raise UnsupportedContentError(
+            f"a SentenceTransformer reads its weights from .safetensors files only, expected format='safetensors', "
+            f"got {where.format!r}"
+        )
     model.save_pretrained(str(where.staging), create_model_card=False, safe_serialization=True)
     for path in sorted(_files(where.staging)):
         if path.suffix == ".safetensors":

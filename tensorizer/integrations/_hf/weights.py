@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
 import torch
 
 from tensorizer._files.contents import files_of_index, read_pickled
-from tensorizer._files.convert import convert
 from tensorizer._files.names import state_dict_of
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.forms import choose
@@ -24,10 +18,8 @@ from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
-from tensorizer.torch import save_file
 
 _PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
-_IN_MEMORY = "/dev/shm"
 
 
 class Weights(NamedTuple):
@@ -71,21 +63,6 @@ class Weights(NamedTuple):
             return read_pickled(self.source)[0]
         with self.open() as file:
             return state_dict_of(file, file.read_plain(file.selection))
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        if self.pickled:
-            return sum(map(os.path.getsize, self.source))
-        with self.open() as file:
-            return file.total_tensor_bytes
-
-    @property
-    def encrypted(self) -> bool:
-        if self.pickled:
-            return False
-        with self.open() as file:
-            return bool(file.index.encrypted)
 
 
 def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:
@@ -148,51 +125,3 @@ def _pickled_files(folder: ModelFolder, name: str) -> list[str]:
         where = "which is read from local files and the hub's cache alone"
         raise ValueError(f"{folder.label}: {name} is a pickle, {where}")
     return files_of_index(path) if name.endswith(".json") else [path]
-
-
-@contextlib.contextmanager
-def private_folder(source: Path, names: Iterable[str], nbytes: int) -> Iterator[Path]:
-    """A folder with links to small files, for weights to be put beside; removed at the end, whatever ends it.
-
-    Args:
-        source: Where the files are.
-        names: Of the files, with ``/`` for folders inside.
-        nbytes: What will be written beside them; it goes to memory where there is twice the room.
-    """
-    room = None
-    if os.path.isdir(_IN_MEMORY) and os.access(_IN_MEMORY, os.W_OK):
-        room = _IN_MEMORY if shutil.disk_usage(_IN_MEMORY).free > 2 * nbytes else None
-    target = Path(tempfile.mkdtemp(prefix="tensorizer-", dir=room))  # mode 700
-    try:
-        for name in names:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            os.symlink(os.path.abspath(source / name), target / name)
-        yield target
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
-
-
-def write_safetensors(weights: Weights, target: Path, allow_plaintext_temp: bool) -> None:
-    """The weights as a plain ``.safetensors`` file.
-
-    Raises:
-        ValueError: They are encrypted, and nobody said that their plaintext may be written to a file.
-    """
-    if weights.encrypted and not allow_plaintext_temp:
-        raise ValueError(
-            f"{weights.label}: encrypted, and the library reads its weights from files alone: "
-            "allow_plaintext_temp=True writes them decrypted to a private temporary folder"
-        )
-    if weights.pickled:
-        save_file(weights.state_dict(), target, {"format": "pt"})
-        return
-    convert(
-        weights.source,
-        target,
-        format="safetensors",
-        decryption=weights.options.encryption,
-        public_key=weights.options.public_key,
-        check=False,
-        flatten=True,
-        stream_options=weights.folder.stream_options,
-    )
