@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/checked_math.h"
-#include "core/error.h"
 #include "core/run_units.h"
 
 namespace tensorizer::io {
@@ -24,6 +23,14 @@ uint64_t RangeSource::read_up_to(uint64_t offset, Slice into, const std::stop_to
   into = into.first(static_cast<size_t>(std::min<uint64_t>(into.size(), *end - offset)));
   read_at(offset, into, stop);
   return into.size();
+}
+
+void drop_damaged_copy(RangeSource& source, const Error& error) {
+  if (!source.drop_copy()) return;
+  Error longer(error.code(), std::string(error.what()) + "; the cached copy was removed; try again",
+               error.source, error.offset);
+  longer.version = error.version;
+  throw longer;
 }
 
 void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::stop_token& stop) {

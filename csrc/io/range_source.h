@@ -15,6 +15,7 @@
 #include <stop_token>
 #include <string>
 
+#include "core/error.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
@@ -40,14 +41,6 @@ struct SourceTraits {
   // True when the answer to a read comes from another machine: whoever reads waits, and others may
   // use what he does not need yet.
   bool waits = false;
-};
-
-// A source that is not as it was when it was opened.
-struct SourceChange {
-  enum class Kind : uint8_t { written, grown, cut };
-  Kind kind;
-  uint64_t nbytes;   // its size now
-  std::string what;  // for messages
 };
 
 // "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are wanted" (Errc::truncated).
@@ -96,9 +89,9 @@ class RangeSource {
   // is read. Throws Error(cancelled).
   virtual void begin_load(uint64_t /*nbytes*/, const std::stop_token& /*stop*/) {}
 
-  // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
-  // read is checked by itself.
-  virtual std::optional<SourceChange> change() const { return std::nullopt; }
+  // Throws Error (io; truncated where the source is shorter now) if it can tell that the content is
+  // no longer that of the opening. Sources that check every read by itself have nothing to add.
+  virtual void check_unchanged() const {}
 
   // Address of bytes [offset, offset + nbytes) if they are in memory already and stay there as long
   // as this object lives; nullptr otherwise. Lets the cipher read from where the bytes are.
@@ -117,6 +110,10 @@ class RangeSource {
   // Payload and header bytes that arrived so far, for the counters of the Python side.
   virtual uint64_t bytes_read() const noexcept = 0;
 };
+
+// In the handler of `error`, for bytes that turned out to be damaged: removes the copy that some of
+// them came from and throws the error with a word about that. Returns where there is no copy.
+void drop_damaged_copy(RangeSource& source, const Error& error);
 
 // Fills `into` with the bytes from `offset` on, in units of the source's liking on as many threads
 // as it finds useful: for callers that have no load session.

@@ -13,7 +13,6 @@
 #include "crypto/chunked_box.h"
 #include "digest/deal.h"
 #include "format/safetensors.h"
-#include "load/changed_source.h"
 #include "load/load_together.h"
 #include "load/request_costs.h"
 #include "load/slice_plan.h"
@@ -259,7 +258,7 @@ void LoadSession::blame_source(const Error& error) {
                         error.code() == Errc::hash_mismatch || error.code() == Errc::crypto ||
                         error.code() == Errc::authentication;
   if (!of_bytes) return;
-  blame_change(job_.source);
+  job_.source.check_unchanged();
   drop_damaged_copy(job_.source, error);
 }
 

@@ -8,7 +8,6 @@
 
 #include "core/error.h"
 #include "core/run_units.h"
-#include "load/changed_source.h"
 #include "load/load_worker.h"
 #include "load/unit_order.h"
 
@@ -32,7 +31,7 @@ class Together {
     try {
       try {
         while (begin_plans()) run_plans();
-        for (const LoadSession* session : sessions_) check_unchanged(session->job_, stop_);
+        for (const LoadSession* session : sessions_) session->job_.source.check_unchanged();
       } catch (const Error&) {
         explain();
         throw;

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/error.h"
-#include "load/changed_source.h"
 #include "load/request_costs.h"
 
 namespace tensorizer::load {

@@ -110,11 +110,9 @@ def test_a_file_that_is_cut_while_it_is_open_raises(tmp_path):
     with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
         with path.open("rb+") as stream:
             stream.truncate(PAYLOADS[1].start + 1)
-        assert samples.same(deserializer["first"], VALUES["first"])
-        with pytest.raises(FAMILY):
-            deserializer["half"]
-        with pytest.raises(FAMILY):
-            deserializer["last"]
+        for name in ("first", "half", "last"):
+            with pytest.raises(FAMILY):
+                deserializer[name]
 
 
 def test_a_cut_in_a_large_file_names_the_tensor(tmp_path):

@@ -87,6 +87,13 @@ bool is_cached(int fd, const struct stat& file) noexcept {
   return true;
 }
 
+[[noreturn]] void throw_changed(Errc code, const std::string& name, const std::string& how) {
+  throw Error(code,
+              name + " changed while it was being loaded: " + how +
+                  "; what was read may be a mix of both contents: load it again",
+              name);
+}
+
 }  // namespace
 
 // An open file. Immutable; reads share it.
@@ -164,7 +171,7 @@ std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
   struct stat found{};
   if (!fd || fstat(fd.get(), &found) != 0) throw_errno("cannot open again", name_, errno);
   if (found.st_dev != known->opened.st_dev || found.st_ino != known->opened.st_ino)
-    throw Error(Errc::io, name_ + ": another file has replaced it since it was opened", name_);
+    throw_changed(Errc::io, name_, "another file has replaced it since it was opened");
   auto again = std::make_shared<const Handle>(std::move(fd), *known);
   MutexLock lock(mutex_);
   *reopened_ = again;
@@ -218,25 +225,22 @@ void FileSource::close() noexcept {
   last_direct.swap(*direct_file_);
 }
 
-std::optional<SourceChange> FileSource::change() const {
-  std::shared_ptr<const Handle> file;
-  try {
-    file = handle();
-  } catch (const Error&) {  // it is closed, or what was read is not the file of that name any more
-    return std::nullopt;
+void FileSource::check_unchanged() const {
+  {
+    MutexLock lock(mutex_);
+    if (!handle_) return;  // closed
   }
+  const std::shared_ptr<const Handle> file = handle();
   struct stat now{};
-  if (fstat(file->fd.get(), &now) != 0) return std::nullopt;
-  const auto size = static_cast<uint64_t>(now.st_size);
-  using Kind = SourceChange::Kind;
-  if (size != nbytes_)
-    return SourceChange{size < nbytes_ ? Kind::cut : Kind::grown, size,
-                        "it had " + std::to_string(nbytes_) + " bytes when it was opened and has " +
-                            std::to_string(size) + " now"};
-  const struct stat& then = file->opened;
-  if (now.st_mtim.tv_sec != then.st_mtim.tv_sec || now.st_mtim.tv_nsec != then.st_mtim.tv_nsec)
-    return SourceChange{Kind::written, size, "it was written to"};
-  return std::nullopt;
+  if (fstat(file->fd.get(), &now) != 0) throw_errno("cannot examine", name_, errno);
+  const auto nbytes = static_cast<uint64_t>(now.st_size);
+  if (nbytes != nbytes_)
+    throw_changed(nbytes < nbytes_ ? Errc::truncated : Errc::io, name_,
+                  "it had " + std::to_string(nbytes_) + " bytes when it was opened and has " +
+                      std::to_string(nbytes) + " now");
+  const timespec& then = file->opened.st_mtim;
+  if (now.st_mtim.tv_sec != then.tv_sec || now.st_mtim.tv_nsec != then.tv_nsec)
+    throw_changed(Errc::io, name_, "it was written to");
 }
 
 bool FileSource::on_network_file_system() const {

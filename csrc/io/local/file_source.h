@@ -6,7 +6,7 @@
 //
 // A program that replaces the file by another of the same name does no harm: the descriptor goes on
 // to show the old one. A program that writes to this file, cuts it or extends it changes its size
-// or its time of modification, which change() reports.
+// or its time of modification: check_unchanged() throws then.
 #pragma once
 
 #include <atomic>
@@ -40,12 +40,12 @@ class FileSource final : public RangeSource {
 
   std::shared_ptr<void> open_streams() override;
 
-  std::optional<SourceChange> change() const override;
+  void check_unchanged() const override;
 
   void close() noexcept override;
 
   // Gives the descriptor back. From now on reads open the file for themselves, by `path`, which has
-  // to stay the name of this file: they throw Error(io) where it is that of another one. For sets
+  // to stay the name of this file: they throw Error(io) where it is that of another inode. For sets
   // of more files than a process should have open.
   void close_between_reads(std::string path);
 
