@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.report import machine
-from tensorizer._io.options import HTTPOptions
+from tensorizer import _C
+from tensorizer._io.options import most_connections
 from tensorizer._io.s3.objects import _DELETIONS
 from tensorizer._io.s3.upload import DEFAULT_UPLOADS, MAX_PART_NBYTES, MIN_PART_NBYTES
 from tensorizer.distributed import TensorizerReader, TensorizerWriter
@@ -194,9 +195,10 @@ def upload_requests(nbytes: int) -> int:
     return 1 if parts <= 1 else parts + 2
 
 
-def download_requests(nbytes: int, options: HTTPOptions) -> int:
+def download_requests(nbytes: int) -> int:
     """Of one object: the first request brings its beginning."""
-    return 1 + -(-max(0, nbytes - options.head_nbytes) // options.unit_nbytes)
+    http = _C.HttpOptions()
+    return 1 + -(-max(0, nbytes - http.head_nbytes) // http.unit_nbytes)
 
 
 # ---- transfers -------------------------------------------------------------------------------------------------------
@@ -277,7 +279,6 @@ class Outcome:
     save: dict[str, float]
     load: dict[str, float]
     bounds: tuple[str, str]  # of writing and reading
-    larger_load: float
     slow_save: float
     told_of_dead: float
 
@@ -296,16 +297,16 @@ def simulated(ranks: int, nbytes: int, tensors: int, costs: Costs, links: Links,
     """A save of `nbytes` that lie in rows of `tensors` tensors on `ranks` ranks, and a load by as many."""
     local = min(ranks, links.ranks_per_node)
     with ranks_of_a_node(local):
-        options = HTTPOptions()
-    uploads = min(DEFAULT_UPLOADS, options.max_connections)
+        connections = most_connections()
+    unit = _C.HttpOptions().unit_nbytes
+    uploads = min(DEFAULT_UPLOADS, connections)
     boxes, own = tensors * ranks, -(-nbytes // ranks)
     marker = int(costs.marker * boxes)
     up = Stream(uploads, part_nbytes(own), links.writes)
-    down = Stream(options.max_connections, options.unit_nbytes, links.reads)
+    down = Stream(connections, unit, links.reads)
     sent, writing = transfer([own] * ranks, up, links)
     late, _ = transfer([own] * ranks, up, links, {ranks - 1: slow})
     received, reading = transfer([own] * ranks, down, links)
-    larger, _ = transfer([own] * ranks, dataclasses.replace(down, request=8 * options.unit_nbytes), links)
     markers, _ = transfer([marker] * ranks, down, links)
     one_marker, _ = transfer([marker], Stream(uploads, part_nbytes(marker), links.writes), links)
     exchange = boxes / links.coordinator
@@ -330,18 +331,17 @@ def simulated(ranks: int, nbytes: int, tensors: int, costs: Costs, links: Links,
         boxes=boxes,
         nbytes_of_rank=own,
         marker=marker,
-        connections_of_node=local * options.max_connections,
-        connections=ranks * options.max_connections,
+        connections_of_node=local * connections,
+        connections=ranks * connections,
         # Rank 0 lists the folder before and after the marker, and deletes what was there, an object of each rank.
         save_requests=ranks * (upload_requests(own) + 1) + upload_requests(marker) + 3 * -(-(ranks + 1) // 1000),
-        load_requests=ranks * (download_requests(own, options) + download_requests(marker, options)),
+        load_requests=ranks * (download_requests(own) + download_requests(marker)),
         memory_of_saving=2 * _BATCH_NBYTES + parts,
         memory_of_first=2 * _BATCH_NBYTES + parts + boxes * (costs.plan + costs.result + costs.metadata),
-        memory_of_loading=boxes * costs.marker_memory + options.max_connections * options.unit_nbytes,
+        memory_of_loading=boxes * costs.marker_memory + connections * unit,
         save=save,
         load=load,
         bounds=(writing, reading),
-        larger_load=sum(load.values()) - max(received) + max(larger),
         slow_save=sum(save.values()) - max(sent) + max(late),
         told_of_dead=sum(list(save.values())[:3]),
     )
@@ -424,7 +424,6 @@ def document(outcomes: Sequence[Outcome], nbytes: int, tensors: int, costs: Cost
         *phases,
         ("what bounds writing", [o.bounds[0] for o in outcomes]),
         ("what bounds reading", [o.bounds[1] for o in outcomes]),
-        ("load with requests of 64 MiB instead of 8, s", [figure(o.larger_load) for o in outcomes]),
         ("save with one rank at a tenth of the speed, s", [figure(o.slow_save) for o in outcomes]),
         ("a rank was killed: the others raise after, s", [f"at most {figure(o.told_of_dead)}" for o in outcomes]),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import time
@@ -13,6 +14,28 @@ from servers.http_faults import FaultyServer, Reply
 
 from tensorizer import _C
 from tensorizer.stream_io import CURLStreamFile, HTTPOptions
+
+
+class TunedOptions(HTTPOptions):
+    """Options that also change constants of the extension, under the names that ``_C.HttpOptions`` has for them."""
+
+    def _native(self, *arguments: object, **keywords: object) -> _C.HttpOptions:
+        native = super()._native(*arguments, **keywords)
+        for name, value in self.constants.items():
+            assert hasattr(native, name), name
+            if name == "direct_nbytes" and native.direct_nbytes == 1 << 63:
+                continue  # a proxy, to which only libcurl speaks
+            setattr(native, name, value)
+        return native
+
+
+def tuned(**changes: object) -> HTTPOptions:
+    """Options with these fields and constants."""
+    fields = {field.name for field in dataclasses.fields(HTTPOptions)}
+    options = TunedOptions(**{name: value for name, value in changes.items() if name in fields})
+    constants = {name: value for name, value in changes.items() if name not in fields}
+    object.__setattr__(options, "constants", constants)
+    return options
 
 
 def quick(**changes: object) -> HTTPOptions:
@@ -31,7 +54,7 @@ def quick(**changes: object) -> HTTPOptions:
         "direct_nbytes": 1,
         "proxy": "",
     }
-    return HTTPOptions(**{**settings, **changes})
+    return tuned(**{**settings, **changes})
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> bytes:

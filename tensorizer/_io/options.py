@@ -1,6 +1,6 @@
-"""Settings of HTTP(S) requests: every one in one place, with its default and the environment variable that changes it.
+"""Settings of HTTP(S) requests, with their defaults and the environment variables that change them.
 
-Source: docs/remote.md; the defaults are those of csrc/io/http/http_options.h.
+Source: docs/remote.md; the defaults are those of csrc/io/http/http_options.h, which has the constants, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import CAInfo, TrustAnchors, check_certificates, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
-from tensorizer._system.config import share_of_node
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:
@@ -32,33 +31,45 @@ _HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
 _LEAST_SECONDS = 0.001
 
 
-def _number(default: Any, check: Callable[[str, Any], Any], variable: Optional[Callable[[], Any]] = None) -> Any:
+def _number(default: Any, check: Callable[[str, Any], Any], variable: Optional[Callable[[], Any]]) -> Any:
     """A field of a number, for which C++ has one of the same name.
 
     Args:
-        default: Its default, or what gives it; if ``None``, the field takes ``None``, too.
+        default: Its default; if ``None``, the field takes ``None``, too.
         check: Gives the number as it is kept, or raises; it gets the name and the value.
         variable: Reads the variable of the environment that changes the default; ``None`` where it is unset.
     """
     metadata = {"check": check, "takes_none": default is None}
-    if variable is None and not callable(default):
+    if variable is None:
         return dataclasses.field(default=default, metadata=metadata)
 
     def initial() -> Any:
-        found = variable() if variable is not None else None
-        return found if found is not None else default() if callable(default) else default
+        found = variable()
+        return default if found is None else found
 
     return dataclasses.field(default_factory=initial, metadata=metadata)
 
 
-def _seconds(default: Optional[float], variable: Optional[str] = None, *, above_zero: bool = False) -> Any:
-    read = variable and partial(config.env_seconds, variable, above_zero=above_zero)
-    return _number(default, partial(checks.seconds, above_zero=above_zero), read or None)
+def _seconds(default: float, variable: str, *, above_zero: bool = False) -> Any:
+    read = partial(config.env_seconds, variable, above_zero=above_zero)
+    return _number(default, partial(checks.seconds, above_zero=above_zero), read)
 
 
-def _integer(default: Any, least: int, most: int, wanted: str, variable: Optional[str] = None) -> Any:
-    read = variable and partial(config.env_int, variable, least, most)
-    return _number(default, partial(checks.integer, least=least, most=most, wanted=wanted), read or None)
+def _integer(least: int, most: int, wanted: str, variable: Optional[str] = None) -> Any:
+    read = partial(config.env_int, variable, least, most) if variable else None
+    return _number(None, partial(checks.integer, least=least, most=most, wanted=wanted), read)
+
+
+def most_connections() -> int:
+    """How many connections this process has to one host at the same time, at most.
+
+    ``TENSORIZER_MAX_CONNECTIONS``, else 64. If ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share of the 64,
+    at least 4.
+
+    Raises:
+        ValueError: A variable is no such number.
+    """
+    return config.env_int("TENSORIZER_MAX_CONNECTIONS", 1, 1024) or config.share_of_node(64, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,75 +81,50 @@ class HTTPOptions:
 
     Attributes:
         connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).
-        stall_timeout: A request that brings fewer than ``min_bytes_per_second * stall_timeout`` bytes in this time has
-            stalled and is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``).
-        min_bytes_per_second: See ``stall_timeout``; 0 still requires one byte. At most 16 GiB.
-        total_timeout: For one read with all its tries; ``None`` sets no limit. A read is one unit of a load, not
-            the load.
+        stall_timeout: A request that brings less than 1 KiB for each second of this time has stalled and is tried again
+            (``TENSORIZER_HTTP_STALL_TIMEOUT``). A server that takes the first request and sends nothing for this time
+            is not asked again.
         retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); if ``None``, only time bounds them.
         retry_seconds: How long a read is retried without progress (``TENSORIZER_HTTP_RETRY_SECONDS``), from its first
             failure on. Connection errors, timeouts, bodies cut short and the statuses 408, 429 and 5xx are retried,
-            from the byte where the body ended. Every 256 KiB that arrive restart the time and the count.
-        first_answer_seconds: How long a read is retried if the server has never answered, from the first request on;
-            then the address is probably wrong. A 429 or 5xx is an answer. A server that takes the first request and
-            sends nothing for ``stall_timeout`` is not asked again.
-        first_retry_delay: Pause before the second try. It doubles with each try, and half of it is random. A longer
-            ``Retry-After`` of the server takes precedence.
-        max_retry_delay: Upper bound of that pause.
-        max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL are not sent to
-            another host. Redirects from https to http are not followed.
+            from the byte where the body ended. Every 256 KiB that arrive restart the time and the count. A read from a
+            server that has never answered is retried for 10 s, because its address is probably wrong.
         connections: Requests at the same time; ``None`` for 16, or 64 if the server takes 10 ms or more to answer.
-            Each time the server says that it is overloaded (429, 503), the number is halved for a while.
-        max_connections: Upper bound of ``connections``, and of all connections of this process to one host: 64. If
-            ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share, at least 4. ``TENSORIZER_MAX_CONNECTIONS``
-            sets it, and lowers larger values.
-        head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
-        unit_nbytes: Bytes of each further request of a load.
-        direct_nbytes: Over plain HTTP/1.1, a read of at least this many bytes goes from the socket into its tensor.
-            Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate connection, if there
-            may be one more, which costs more than the copy below 256 KiB, the default. 1 for all.
-        hedge_after: A body is abandoned this time after its beginning if it also takes four times as long as requests
-            usually take. The missing bytes are requested on a new connection, once for each range. A request without
-            an answer is not abandoned before it stalls. 0 for never.
-        http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
+            Each time the server says that it is overloaded (429, 503), the number is halved for a while. All reads of
+            this process together have at most 64 connections to one host, or as many as
+            ``TENSORIZER_MAX_CONNECTIONS`` says. If ``LOCAL_WORLD_SIZE`` names several ranks, they share the 64, and
+            each gets at least 4.
         headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. For
             tokens that expire, pass a callable without arguments that returns them. It is called before the first
             request, then at most once a minute, and when the server answers 401 or 403 (the request is then repeated
-            once). It may be called from another thread. Not shown in ``repr``.
+            once). It may be called from another thread. Not shown in ``repr``. Headers and the credentials of the URL
+            are not sent to another host after a redirect.
+        proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
+            libcurl reads them. Hosts that ``no_proxy`` lists are reached without it. Not shown in ``repr``.
         certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``,
             ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` if set, otherwise the system's.
-        proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
-            libcurl reads them. Not shown in ``repr``.
-        no_proxy: Hosts that are reached without it, separated by commas; ``None`` for ``no_proxy``.
+        http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
 
     Raises:
         ValueError: A number is out of range, or a header is malformed; for the environment, the variable is named.
         TypeError: A field has another type. No message quotes ``headers`` or ``proxy``.
+
+    Examples:
+        >>> from tensorizer.stream_io import HTTPOptions
+        >>> options = HTTPOptions(stall_timeout=10, headers={"Authorization": "Bearer ..."})
+        >>> options.retry_seconds
+        120.0
     """
 
     connect_timeout: float = _seconds(10.0, "TENSORIZER_HTTP_CONNECT_TIMEOUT", above_zero=True)
     stall_timeout: float = _seconds(30.0, "TENSORIZER_HTTP_STALL_TIMEOUT", above_zero=True)
-    min_bytes_per_second: int = _integer(1024, 0, 1 << 34, "an integer from 0 to 16 GiB")
-    total_timeout: Optional[float] = _seconds(None, above_zero=True)
-    retries: Optional[int] = _integer(
-        None, 0, 1000, "an integer from 0 to 1000, or None", variable="TENSORIZER_HTTP_RETRIES"
-    )
+    retries: Optional[int] = _integer(0, 1000, "an integer from 0 to 1000, or None", "TENSORIZER_HTTP_RETRIES")
     retry_seconds: float = _seconds(120.0, "TENSORIZER_HTTP_RETRY_SECONDS")
-    first_answer_seconds: float = _seconds(10.0)
-    first_retry_delay: float = _seconds(0.2)
-    max_retry_delay: float = _seconds(15.0)
-    max_redirects: int = _integer(10, 0, 1000, "an integer from 0 to 1000")
-    connections: Optional[int] = _integer(None, 1, (1 << 31) - 1, "an integer >= 1, or None")
-    max_connections: int = _integer(lambda: share_of_node(64, 4), 1, 1024, "an integer from 1 to 1024")
-    head_nbytes: int = _integer(1 << 20, 1, 1 << 30, "an integer from 1 to 1 GiB")
-    unit_nbytes: int = _integer(8 << 20, 1, 1 << 30, "an integer from 1 to 1 GiB")
-    direct_nbytes: int = _integer(256 << 10, 1, (1 << 63) - 1, "an integer from 1 to 2**63 - 1")
-    hedge_after: float = _seconds(1.0)
-    http_version: str = "auto"
+    connections: Optional[int] = _integer(1, (1 << 31) - 1, "an integer >= 1, or None")
     headers: Headers = dataclasses.field(default_factory=dict, repr=False)
-    certificate_handling: Optional[CAInfo] = None
     proxy: Optional[str] = dataclasses.field(default=None, repr=False)
-    no_proxy: Optional[str] = None
+    certificate_handling: Optional[CAInfo] = None
+    http_version: str = "auto"
 
     def __post_init__(self) -> None:
         for field in _numbers():
@@ -148,13 +134,10 @@ class HTTPOptions:
         if checks.text("HTTPOptions: http_version", self.http_version) not in _HTTP_VERSIONS:
             known = sorted(_HTTP_VERSIONS)
             raise ValueError(f"HTTPOptions: http_version: wanted one of {known}, found {self.http_version!r}")
-        for name in ("proxy", "no_proxy"):
-            if getattr(self, name) is not None:
-                checks.text(f"HTTPOptions: {name}", getattr(self, name))
+        if self.proxy is not None:
+            checks.text("HTTPOptions: proxy", self.proxy)
         check_certificates(self.certificate_handling)
-        cap = config.env_int("TENSORIZER_MAX_CONNECTIONS", 1)
-        if cap is not None and cap < self.max_connections:
-            object.__setattr__(self, "max_connections", cap)
+        most_connections()  # a variable that says no number shows here
         if not callable(self.headers):
             checked_headers(self.headers)
 
@@ -179,6 +162,7 @@ class HTTPOptions:
                 value = value and max(value, _LEAST_SECONDS)
             # Zero is how C++ says that nobody has chosen; zero retries are a choice.
             setattr(native, field.name, value if value is not None or field.name == "retries" else 0)
+        native.max_connections = most_connections()
         native.version = getattr(_C.HttpVersion, _HTTP_VERSIONS[self.http_version])
         native.user_agent = f"Tensorizer/{__version__} (curl)"
         all_headers = (self.headers, headers or {})
@@ -189,7 +173,6 @@ class HTTPOptions:
         if self.proxy is None and config.http_proxy_is_named():
             native.direct_nbytes = 1 << 63  # only libcurl speaks to proxies
         native.proxy = self.proxy
-        native.no_proxy = self.no_proxy
         chosen = certificate_handling or self.certificate_handling
         trust: Optional[TrustAnchors]
         if secure or config.is_secure_proxy(self.proxy):

@@ -22,12 +22,12 @@ import samples
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_tools import MARKS, cause_of, load, save
+from http_tools import tuned
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorDeserializer
-from tensorizer.stream_io import HTTPOptions
 
 pytestmark = MARKS
 
@@ -427,7 +427,7 @@ def test_a_store_is_asked_about_several_files_at_a_time_and_the_first_error_coun
             monkeypatch.delenv(name)
     with S3Recorder() as store:
         # A second request for a slow answer would count here.
-        options = {"stream_options": {**store.arguments, "http_options": HTTPOptions(hedge_after=0)}}
+        options = {"stream_options": {**store.arguments, "http_options": tuned(hedge_after=0)}}
         uri = "s3://bucket/many"
         save_as_ranks([{f"w{rank}": torch.full((4,), float(rank))} for rank in range(40)], uri, **options)
         assert len(store.objects) == 41

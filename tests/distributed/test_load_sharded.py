@@ -13,9 +13,9 @@ from places import EXAMPLES
 
 import tensorizer
 import tensorizer.distributed as td
+from tensorizer._io.options import HTTPOptions, most_connections
 from tensorizer._system.config import share_of_node
 from tensorizer.errors import LoadError
-from tensorizer.stream_io import HTTPOptions
 from tensorizer.torch import save_file, save_model
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
@@ -270,12 +270,11 @@ def test_a_module_whose_state_dict_has_copies_of_its_tensors_is_filled_and_not_t
 
 def test_ranks_of_one_machine_share_its_connections_threads_and_pinned_memory(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert HTTPOptions().max_connections == 64
+    assert most_connections() == 64
     assert share_of_node(16, 4) == 16
     for ranks, share in [(1, 64), (2, 32), (8, 8), (100, 4)]:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert HTTPOptions().max_connections == share
-        assert HTTPOptions(max_connections=50).max_connections == 50
+        assert most_connections() == HTTPOptions()._native().max_connections == share
 
 
 def test_models_of_transformers_come_from_slices_and_with_tensor_parallelism_each_rank_reads_its_half(

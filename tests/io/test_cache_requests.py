@@ -12,6 +12,7 @@ import cache_tools
 import pytest
 import torch
 from cache_tools import MIB, entries, files_below, load, load_one, same, sent, tensors, write
+from http_tools import tuned
 from servers.http_faults import FaultyServer, Reply
 from servers.s3_server import S3Server, s3_is_installed
 
@@ -38,7 +39,7 @@ def test_the_second_load_sends_one_request_and_gets_no_payload(site, folder):
 
 def test_the_first_load_sends_the_same_requests_with_and_without_a_cache(site, folder):
     write(site.root / "m.tensors", tensors(40 * MIB))
-    options = {"http_options": HTTPOptions(hedge_after=0)}
+    options = {"http_options": tuned(hedge_after=0)}
     TensorDeserializer(f"{site.url}/m.tensors", device="cpu", stream_options=options).close()
     without = site.requests()
     TensorDeserializer(f"{site.url}/m.tensors", device="cpu", stream_options={**options, "cache": folder}).close()
@@ -114,7 +115,7 @@ def test_a_server_that_is_gone_is_an_error_unless_offline_is_set(site, folder, t
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    options = {"cache": folder, "http_options": HTTPOptions(first_answer_seconds=0.2, retries=1)}
+    options = {"cache": folder, "http_options": HTTPOptions(retries=1)}
     with pytest.raises(StreamError):
         TensorDeserializer(f"{gone}/m.tensors", device="cpu", stream_options=options)
     site.requests()

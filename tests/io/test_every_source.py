@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from http_tools import nothing_left
+from http_tools import nothing_left, tuned
 from samples import assert_same, tensor
 from servers import needs
 from servers.certificates import make_certificates
@@ -25,7 +25,7 @@ from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TruncatedError
-from tensorizer.stream_io import CAInfo, HTTPOptions
+from tensorizer.stream_io import CAInfo
 
 KINDS = ["path", "file_object", "memory", "http", "https", "s3", "redis", "fsspec"]
 MIB = 1 << 20
@@ -76,7 +76,7 @@ def local(kind: str, tmp_path: Any) -> Iterator[Put]:
 def web(kind: str, tmp_path: Any) -> Iterator[Put]:
     certificates = make_certificates(tmp_path) if kind == "https" else None
     trust = CAInfo(cacert=str(certificates.authority)) if certificates else None
-    options = {"http_options": HTTPOptions(proxy="", certificate_handling=trust, unit_nbytes=MIB)}
+    options = {"http_options": tuned(proxy="", certificate_handling=trust, unit_nbytes=MIB)}
     with FaultyServer(tls=certificates.context() if certificates else None) as server:
 
         def put(content: bytes) -> Callable[..., TensorDeserializer]:

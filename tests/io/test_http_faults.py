@@ -22,6 +22,7 @@ from http_tools import (
     random_bytes,
     raw,
     read_faulty,
+    tuned,
     within,
 )
 from hypothesis import HealthCheck, given, note, settings
@@ -232,7 +233,7 @@ def test_time_alone_bounds_the_tries_unless_a_number_is_given():
 def test_a_server_that_goes_away_for_twenty_seconds_in_the_middle_of_a_load_is_waited_for():
     content = random_bytes(8_000_000)
     with FaultyServer(content) as server:
-        options = HTTPOptions(head_nbytes=4096, unit_nbytes=1_000_000, proxy="")
+        options = tuned(head_nbytes=4096, unit_nbytes=1_000_000, proxy="")
         source = _C.HttpSource.open(server.url, options._native())
         port = server.port
         assert source.read(10_000, 1_000_000) == content[10_000:1_010_000]
@@ -324,22 +325,11 @@ def test_a_reader_that_pauses_is_not_a_stall():
         assert len(server.requests) == 1
 
 
-def test_the_total_timeout_ends_a_read_that_goes_on_and_on():
-    with FaultyServer(CONTENT, [GOOD], default=Reply(trickle=0.01)) as server, within(10):
-        source = open_faulty(server, total_timeout=0.5, min_bytes_per_second=0)
-        with pytest.raises(StreamError, match="total timeout of 500 ms"):
-            source.read(100_000, 1000)
-
-
 def test_the_smallest_times_are_limits_and_not_the_zero_that_sets_none():
-    trickling = FaultyServer(CONTENT, [GOOD], default=Reply(trickle=0.01))
-    with trickling as server, within(10), pytest.raises(StreamError, match="total timeout of 1 ms"):
-        read_faulty(server, total_timeout=1e-12, min_bytes_per_second=0)
-    for name in ("connect_timeout", "stall_timeout", "total_timeout", "retry_seconds", "hedge_after"):
+    for name in ("connect_timeout", "stall_timeout", "retry_seconds"):
         assert getattr(HTTPOptions(**{name: 1e-12})._native(), name) == 0.001
         assert getattr(HTTPOptions(**{name: 0.0014})._native(), name) == 0.001
-    assert HTTPOptions(hedge_after=0)._native().hedge_after == 0
-    assert HTTPOptions()._native().total_timeout == 0
+    assert HTTPOptions(retry_seconds=0)._native().retry_seconds == 0
 
 
 def test_a_port_that_nobody_listens_on_is_an_error_in_time():

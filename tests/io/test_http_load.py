@@ -250,9 +250,9 @@ def test_ctrl_c_ends_a_load_that_waits(contents, fresh_process):
     program = """
 import os, signal, sys, threading
 from tensorizer import TensorDeserializer
-from tensorizer.stream_io import HTTPOptions
+from http_tools import tuned
 threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-options = {"http_options": HTTPOptions(head_nbytes=4096, stall_timeout=60, proxy="")}
+options = {"http_options": tuned(head_nbytes=4096, stall_timeout=60, proxy="")}
 try:
     TensorDeserializer(sys.argv[1], device="cpu", stream_options=options)
 except KeyboardInterrupt:

@@ -114,7 +114,7 @@ def test_a_remembered_redirect_that_expires_is_asked_for_again():
 @pytest.mark.parametrize(
     ("location", "text"),
     [
-        ("/loop", "more than 3 redirects"),
+        ("/loop", "more than 10 redirects"),
         (None, "without a target"),
         ("file:///etc/passwd", "not followed"),
         ("ftp://127.0.0.1/x", "not followed"),
@@ -124,15 +124,8 @@ def test_a_remembered_redirect_that_expires_is_asked_for_again():
 def test_bad_redirects_are_errors(location, text):
     with FaultyServer(default=Reply(status=302, headers={"Location": location})) as server, within(10):
         with pytest.raises(StreamError, match=text):
-            read_faulty(server, max_redirects=3)
-        assert len(server.requests) <= 4
-
-
-def test_redirects_can_be_refused():
-    with FaultyServer(default=Reply(status=302, headers={"Location": "/x"})) as server:
-        url = server.url
-        with pytest.raises(StreamError, match="302"):
-            open_stream(url, http_options=quick(max_redirects=0))
+            read_faulty(server)
+        assert len(server.requests) <= 11
 
 
 # -- secrets ----------------------------------------------------------------------------------------------------------
@@ -183,7 +176,7 @@ def test_no_secret_is_in_errors_tracebacks_reprs_or_logs(number, at_request, cap
     caplog.set_level(logging.DEBUG)
     with FaultyServer(CONTENT, [GOOD] * at_request, default=_FAULTS_WITH_SECRETS[number]) as server:
         url = server.url.replace("http://", f"http://user:{SECRET}1@") + f"?X-Amz-Signature={SECRET}2"
-        options = quick(retries=1, stall_timeout=0.3, max_redirects=2, headers={"X-Key": f"{SECRET}3"})
+        options = quick(retries=1, stall_timeout=0.3, headers={"X-Key": f"{SECRET}3"})
         told = repr(options)
         with pytest.raises(OSError) as caught:
             read_with_secrets(url, options)
@@ -197,9 +190,10 @@ def test_no_secret_is_in_errors_tracebacks_reprs_or_logs(number, at_request, cap
 @pytest.mark.parametrize("proxy", ["http://user:{}@[:x", "user:{}@[:x", "other://user:{}@127.0.0.1:1"])
 def test_a_proxy_that_cannot_be_used_is_an_error_without_its_password(proxy, monkeypatch):
     monkeypatch.setenv("http_proxy", proxy.format(SECRET))
+    monkeypatch.delenv("no_proxy", raising=False)
     with FaultyServer(CONTENT) as server:
         with pytest.raises(StreamError, match=r"Unsupported proxy .*; check proxy, http_proxy") as caught:
-            open_stream(server.url, http_options=quick(proxy=None, no_proxy=""))
+            open_stream(server.url, http_options=quick(proxy=None))
         assert SECRET not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
         assert server.requests == []
 
@@ -208,8 +202,9 @@ def test_a_proxy_that_cannot_be_used_is_an_error_without_its_password(proxy, mon
     ("status", "text", "tries"),
     [(407, "the proxy wants credentials", 1), (403, "the proxy does not connect", 1), (502, "after 4 tries", 4)],
 )
-def test_a_proxy_that_refuses_a_tunnel_is_named(status, text, tries):
+def test_a_proxy_that_refuses_a_tunnel_is_named(status, text, tries, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
     with FaultyServer(CONTENT, default=Reply(status=status)) as proxy:
         with pytest.raises(StreamError, match=text):
-            open_stream("https://127.0.0.1:1/x", http_options=quick(proxy=proxy.url, no_proxy=""))
+            open_stream("https://127.0.0.1:1/x", http_options=quick(proxy=proxy.url))
         assert [request.method for request in proxy.requests] == ["CONNECT"] * tries

@@ -12,7 +12,8 @@ import time
 
 import pytest
 import torch
-from http_tools import BOTH_WAYS, nothing_left, quick, random_bytes
+from http_tools import BOTH_WAYS, nothing_left, quick, random_bytes, tuned
+from places import TESTS
 from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
@@ -20,7 +21,7 @@ from servers.nginx import PROGRAM, nginx
 
 from tensorizer import _C, TensorDeserializer, save_file
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
-from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
+from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
 
 CONTENT = random_bytes(3_000_000)
 
@@ -186,9 +187,7 @@ def test_the_first_request_brings_the_head_and_reads_inside_cost_none():
 
 
 def test_the_default_head_holds_the_index_of_a_large_file():
-    from tensorizer.stream_io import HTTPOptions
-
-    assert 1 << 20 <= HTTPOptions().head_nbytes <= 4 << 20
+    assert 1 << 20 <= _C.HttpOptions().head_nbytes <= 4 << 20
 
 
 def test_later_requests_insist_on_the_etag_or_the_date():
@@ -383,7 +382,7 @@ def test_a_load_opens_as_many_connections_as_the_environment_says(monkeypatch, t
     wanted = {f"t{i}": torch.arange(i * 100_000, (i + 1) * 100_000) for i in range(60)}
     save_file(wanted, tmp_path / "m.tensors")
     with FaultyServer((tmp_path / "m.tensors").read_bytes()) as server:
-        options = {"http_options": HTTPOptions(unit_nbytes=1 << 20, proxy="")}
+        options = {"http_options": tuned(unit_nbytes=1 << 20, proxy="")}
         for settings in ({}, {"lazy_load": True}):
             seen = server.connections_seen
             with TensorDeserializer(server.url, device="cpu", stream_options=options, **settings) as file:
@@ -660,15 +659,21 @@ def test_a_stream_uses_renewal_and_a_display_name():
 
 _PROLOGUE = """
 import os, signal, sys, threading, time
-from tensorizer.stream_io import HTTPOptions, open_stream
 url = sys.argv[1]
-options = HTTPOptions(head_nbytes=4096, stall_timeout=60, proxy="")
+sys.path.append(sys.argv[2])
+from http_tools import tuned
+from tensorizer.stream_io import open_stream
+options = tuned(head_nbytes=4096, stall_timeout=60, proxy="")
 """
 
 
 def run_python(program: str, url: str, **arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", _PROLOGUE + program, url], capture_output=True, text=True, timeout=60, **arguments
+        [sys.executable, "-c", _PROLOGUE + program, url, str(TESTS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **arguments,
     )
 
 
@@ -749,7 +754,7 @@ def test_a_broken_connection_does_not_kill_a_program_that_dies_of_sigpipe(certif
     program = """
 from tensorizer.stream_io import CAInfo
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-options = HTTPOptions(head_nbytes=4096, proxy="", first_retry_delay=0.01)
+options = tuned(head_nbytes=4096, proxy="", first_retry_delay=0.01)
 stream = open_stream(url, http_options=options, certificate_handling=CAInfo(allow_untrusted=True))
 time.sleep(0.2)
 stream.seek(100_000)

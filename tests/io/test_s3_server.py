@@ -16,6 +16,7 @@ import golden_files
 import pytest
 import torch
 from conftest import open_descriptors, thread_count
+from http_tools import tuned
 from samples import assert_same, tensor
 from servers import needs
 from servers.http_faults import FaultyServer, Reply
@@ -24,7 +25,7 @@ from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
 from tensorizer.errors import StreamError, StreamNotFoundError
-from tensorizer.stream_io import HTTPOptions, open_stream
+from tensorizer.stream_io import open_stream
 
 botocore = pytest.importorskip("botocore")
 pytest.importorskip("boto3")
@@ -172,7 +173,7 @@ class TestReading:
                 return Reply(status=403, body=b"<Error><Code>ExpiredToken</Code></Error>") if expired else Reply()
 
             server.default = answer
-            options = HTTPOptions(retries=2, first_retry_delay=0.01)
+            options = tuned(retries=2, first_retry_delay=0.01)
             with open_stream("s3://b/k", s3_client_factory=Client, http_options=options) as stream:
                 assert stream.read() == data
             assert len(made) == 2

@@ -11,11 +11,12 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from http_tools import tuned
 from places import ROOT
 from servers.s3_recorder import S3Recorder
 
 import tensorizer.distributed as td
-from tensorizer.stream_io import HTTPOptions
+from tensorizer._io.options import most_connections
 
 sys.path.append(str(ROOT))
 
@@ -73,7 +74,7 @@ def test_outcomes_grow_with_what_they_are_made_of():
     assert many.save["writing"] < few.save["writing"]
     assert many.marker == pytest.approx(128 * few.marker, rel=0.01)
     with scale.ranks_of_a_node(16):
-        assert HTTPOptions().max_connections == 4
+        assert most_connections() == 4
     assert "LOCAL_WORLD_SIZE" not in os.environ
 
 
@@ -83,7 +84,7 @@ def test_requests_are_those_of_a_real_save_and_a_real_load(monkeypatch):
             monkeypatch.delenv(name)
     for nbytes in (MIB, 40 * MIB):
         with S3Recorder() as store:
-            options = {"stream_options": {**store.arguments, "http_options": HTTPOptions(hedge_after=0)}}
+            options = {"stream_options": {**store.arguments, "http_options": tuned(hedge_after=0)}}
             state = {"w": torch.zeros(nbytes // 4)}
             for _ in range(2):
                 before = len(store.requests)
@@ -96,4 +97,4 @@ def test_requests_are_those_of_a_real_save_and_a_real_load(monkeypatch):
             before = len(store.requests)
             dcp.load(state, storage_reader=td.TensorizerReader("s3://b/c", **options), no_dist=True)
             reads = len(store.requests) - before
-            assert abs(reads - 1 - scale.download_requests(size, HTTPOptions())) <= 1  # units begin at a tensor
+            assert abs(reads - 1 - scale.download_requests(size)) <= 1  # units begin at a tensor

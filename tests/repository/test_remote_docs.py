@@ -18,12 +18,10 @@ UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 #: Fields whose default is described in words.
 WORDS = {
     "connections": ("16 or 64", None),
-    "total_timeout": ("none", None),
     "retries": ("none", None),
     "headers": ("none", {}),
     "certificate_handling": ("system", None),
     "proxy": ("libcurl's", None),
-    "no_proxy": ("libcurl's", None),
     "http_version": ('`"auto"`', "auto"),
 }
 
@@ -77,7 +75,7 @@ def test_the_table_of_settings_has_the_defaults_of_the_code():
 
 def test_the_variables_of_the_table_change_their_fields(monkeypatch):
     variables = {field: re.findall(r"TENSORIZER_\w+", text) for field, (_, text) in settings().items()}
-    assert sum(map(len, variables.values())) == 5
+    assert sum(map(len, variables.values())) == 4
     for field, names in variables.items():
         for name in names:
             monkeypatch.setenv(name, "7")
@@ -90,7 +88,7 @@ def test_the_native_side_has_the_same_defaults():
 
     ours, native = HTTPOptions()._native(), _C.HttpOptions()
     for field in dataclasses.fields(HTTPOptions):
-        if hasattr(native, field.name) and field.name not in ("headers", "proxy", "no_proxy"):
+        if hasattr(native, field.name) and field.name not in ("headers", "proxy"):
             assert getattr(ours, field.name) == getattr(native, field.name), field.name
 
 

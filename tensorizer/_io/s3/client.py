@@ -184,16 +184,13 @@ def _without_login(proxy: str) -> str:
 
 def _chosen_proxies(http: Optional[HTTPOptions], endpoint: Optional[str]) -> Optional[dict[str, str]]:
     """Those of the settings; ``None`` where they leave it to the environment."""
-    if http is None or (http.proxy is None and http.no_proxy is None):
+    if http is None or http.proxy is None:
         return None
     from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
-    host = split_uri(endpoint or _AWS).authority
-    if proxy_bypass_environment(host, None if http.no_proxy is None else {"no": http.no_proxy}):
+    if not http.proxy or proxy_bypass_environment(split_uri(endpoint or _AWS).authority):
         return {}
-    if http.proxy is None:
-        return None
-    return {"http": http.proxy, "https": http.proxy} if http.proxy else {}
+    return {"http": http.proxy, "https": http.proxy}
 
 
 def trust_of_parts(session: Any) -> Optional[CAInfo]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._io.options import HTTPOptions
+from tensorizer._io.options import HTTPOptions, most_connections
 from tensorizer._io.s3.access import S3Access
 from tensorizer._io.s3.client import explain, presign, s3_code, translated
 from tensorizer._io.s3.options import S3Location, S3Options, params_of
@@ -223,7 +223,7 @@ def open_multipart_sink(access: S3Access, location: S3Location, options: S3Optio
         upload,
         upload.name,
         http._native(None, access.trust_of_parts, secure=access.is_secure),
-        uploads=min(http.connections or DEFAULT_UPLOADS, http.max_connections),
+        uploads=min(http.connections or DEFAULT_UPLOADS, most_connections()),
         budget_nbytes=options.memory_budget or 0,
         min_part_nbytes=MIN_PART_NBYTES,
         max_part_nbytes=MAX_PART_NBYTES,
