@@ -130,7 +130,9 @@ def from_pretrained(
     library has to rename, convert or quantise, it gets a state dict (docs/huggingface.md lists the cases).
 
     Args:
-        cls: The class, an ``AutoModel...``, or ``None``: the one that the configuration names.
+        cls: The class, an ``AutoModel...``, or ``None``: the one that the configuration names. A class of
+            ``transformers`` without weights (tokenizer, processor, configuration) gets the small files of the folder,
+            and `model_kwargs`.
         source: A local folder, an ``s3://`` or ``https://`` prefix, ``hf://org/name[@revision]``, or a hub id.
         revision: Branch, tag or commit of a hub repository; resolved once, all files are of that commit.
         subfolder: Folder inside of `source`.

@@ -221,6 +221,27 @@ def test_a_model_lives_in_a_bucket(bucket, language_model, example):
     assert not example.exists(f"{out}/other.tensors")
 
 
+def test_a_converted_folder_in_a_bucket_gives_model_tokenizer_and_configurations(bucket, tmp_path, example):
+    """The steps of docs/serve-from-s3.md."""
+    options, out = example.stream_options(), f"{bucket}/served"
+    model = tiny_models.llama()
+    model.save_pretrained(tmp_path / "downloaded")
+    tiny_models.tokenizer().save_pretrained(tmp_path / "downloaded")
+    tensorizer.convert(tmp_path / "downloaded", f"{out}/", all_files=True, stream_options=options)
+    assert_same_model(huggingface.from_pretrained(None, out, stream_options=options), model)
+    for tried in (out, f"{bucket}/unlisted"):
+        tokenizer = huggingface.from_pretrained(transformers.AutoTokenizer, tried, stream_options=options)
+        assert tokenizer("abc")["input_ids"] == tiny_models.tokenizer()("abc")["input_ids"]
+        config = huggingface.from_pretrained(transformers.AutoConfig, tried, stream_options=options)
+        assert config.hidden_size == model.config.hidden_size
+        if tried == out:  # a folder that other tools uploaded: nothing lists its files
+            for file in (tmp_path / "downloaded").iterdir():
+                with tensorizer.stream_io.open_stream(f"{bucket}/unlisted/{file.name}", "wb", **options) as stream:
+                    stream.write(file.read_bytes())
+    with pytest.raises(OSError, match="nowhere"):
+        huggingface.from_pretrained(transformers.AutoTokenizer, f"{bucket}/nowhere", stream_options=options)
+
+
 def test_a_later_save_into_a_bucket_is_the_one_that_loads(bucket, example):
     out, options = f"{bucket}/again", example.stream_options()
     model = tiny_models.llama()

@@ -27,6 +27,13 @@ _DIFFUSERS_STEM = "diffusion_pytorch_model"
 _LORA_STEM = "pytorch_lora_weights"
 _WRAPPER = "base_model.model."
 _DENOISERS = ("unet", "transformer")
+# Where a store cannot be listed and says nothing of its files.
+_OF_PROCESSORS = (
+    *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt"),
+    *("merges.txt", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("config.json", "generation_config.json"),
+)
 
 
 def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
@@ -40,6 +47,8 @@ def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dic
 
 
 def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
+    if _is_without_weights(cls):
+        return cls.from_pretrained(_small_files(folder), **options.model_kwargs), None
     if folder.has(_PIPELINE):
         return _load_pipeline(cls, folder, options), None
     if is_of("sentence_transformers", cls) or (cls is None and folder.has(_SENTENCES)):
@@ -57,6 +66,30 @@ def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[A
     if values is not None and "_class_name" in values:
         return _load_diffusers_model(cls, folder, options), None
     return models.load_model(cls, folder, options)
+
+
+def _is_without_weights(cls: Any) -> bool:
+    """Whether a class of ``transformers`` is a tokenizer, a processor or a configuration."""
+    builds_models = hasattr(cls, "_from_config") or hasattr(cls, "from_config")
+    return is_of("transformers", cls) and hasattr(cls, "from_pretrained") and not builds_models
+
+
+def _small_files(folder: ModelFolder) -> Path:
+    """A local folder with the files that hold no weights.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    try:
+        return folder.fetch_all()
+    except FileNotFoundError:  # the files of the store are not listed
+        names = folder.those_of(_OF_PROCESSORS)
+        if not names:
+            listed = ", ".join(_OF_PROCESSORS[:2])
+            raise FileNotFoundError(
+                f"{folder.label}: expected {listed} or the like in it, got none{folder.doubt}"
+            ) from None
+        return folder.fetch(*names)
 
 
 def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
