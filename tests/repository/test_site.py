@@ -196,6 +196,45 @@ def test_no_page_scrolls_sideways_in_a_browser(site, browser, tmp_path):
     assert [note for note in found if note[2] > note[1] or note[3]] == []
 
 
+COPY = """<script>
+onload = () => {
+  const frame = document.createElement('iframe');
+  frame.onload = () => {
+    const code = frame.contentDocument.querySelector('.language-console code');
+    code.setAttribute('data-md-copying', '');  // as the button does
+    document.title = JSON.stringify(code.innerText);
+  };
+  frame.src = PAGE;
+  document.body.append(frame);
+};
+</script>"""
+
+
+@pytest.mark.slow
+def test_the_copy_button_takes_commands_without_their_prompts(site, browser, tmp_path):
+    harness = tmp_path / "copy.html"
+    page = site / "serve-from-s3" / "index.html"
+    harness.write_text(f"<title></title><body>{COPY.replace('PAGE', json.dumps(page.as_uri()))}")
+    command = [*browser, "--virtual-time-budget=20000", "--dump-dom", harness.as_uri()]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    copied = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", text)[1]))
+    assert copied.startswith("hf download")
+    assert "$ " not in copied
+
+
+def test_every_page_is_in_one_of_six_tabs_of_at_most_ten_entries():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0].splitlines()
+    tabs = [line for line in nav if line.startswith("  - ")]
+    assert tabs == [f"  - {name}:" for name in ("Start", "Serve", "Train", "Store", "Secure", "Reference")]
+    begins = [nav.index(tab) for tab in tabs] + [len(nav)]
+    for begin, end in zip(begins, begins[1:]):
+        entries = [line for line in nav[begin + 1 : end] if line.startswith("      - ")]
+        assert 1 <= len(entries) <= 10, nav[begin]
+    named = {line.rpartition(" ")[2] for line in nav}
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages - named == set()
+
+
 @pytest.mark.slow
 def test_pages_that_people_meet_first_can_be_pictured_at_both_widths(site, browser, tmp_path):
     for page in ("index.html", "install/index.html", "performance/index.html", "quickstart/index.html"):
