@@ -142,9 +142,9 @@ bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (C
 
 # ---- machines with a GPU: the Python and torch they have, nothing from the network --------------------------------------
 
-# torch itself converts for gpu-load-dtype, and wants a real device.
+# gpu-load-dtype wants a real device, on which torch converts.
 GPU_CASES ?= gpu-load-hot gpu-load-first gpu-load-tmpfs gpu-load-many gpu-load-encrypted gpu-load-decrypting gpu-load-crc32 \
-  gpu-load-sha256 gpu-load-dtype gpu-load-converting gpu-load-http gpu-save-tmpfs gpu-save-encrypted
+  gpu-load-sha256 gpu-load-dtype gpu-load-http gpu-save-tmpfs gpu-save-encrypted
 GPU_ARGS ?=
 .PHONY: gpu-check gpu-sanitize gpu-costs bench-gpu
 gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_ARGS=--fake: over the fake driver)

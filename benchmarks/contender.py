@@ -179,10 +179,6 @@ class Contender:
         """As :meth:`load_gpu`, as ``torch.float32``."""
         raise NotImplementedError
 
-    def load_gpu_converting(self, path: Path) -> State:
-        """As :meth:`load_gpu_float32`, converted by the device's own kernels on the way."""
-        raise NotImplementedError
-
     def load_gpu_http(self, place: HttpPlace) -> State:
         """As :meth:`load_gpu`, of a remote file."""
         raise NotImplementedError

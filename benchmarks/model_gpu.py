@@ -68,7 +68,6 @@ CASES = (
     Case("two-devices-in-turn", _LINK, 1.9, devices="in_turn"),
     Case("two-devices-halves", _LINK, 1.9, devices="halves"),
     Case("two-devices-two-files", _LINK, 1.9, devices="files"),
-    Case("dtype", _KERNELS, 0.92, options=(("dtype", "bfloat16"),), environment=(("TENSORIZER_CUDA_CONVERT", "1"),)),
     Case("small", "gbps={gbps},discard=1,call_us=3", 0.90, shapes="small"),
     Case("load-beside-a-load", "gbps={gbps},discard=1", 1 / 3, kind="beside"),
     Case("save", "gbps={gbps},discard=1,{costs}", 0.90, kind="save"),
@@ -111,13 +110,10 @@ def _file(case: Case, nbytes: int, folder: Path, part: str = "") -> Path:
 
 
 def _load(case: Case, path: Any, device: Any) -> Any:
-    import torch
 
     from tensorizer import DecryptionParams, TensorDeserializer
 
     options = dict(case.options)
-    if "dtype" in options:
-        options["dtype"] = getattr(torch, options["dtype"])
     if case.encrypted:
         options["encryption"] = DecryptionParams.from_key(KEY)
     return TensorDeserializer(path, device=device, **options)

@@ -5,7 +5,7 @@
 #        gpu_check.sh --build [--fake] [COMMAND...]
 #   --build  no tests: only make build/gpu-venv, an environment over that Python in which this checkout is importable, and run
 #            COMMAND with what it needs
-#   --sanitize TOOL  only the tests whose kernels decrypt and convert, under that tool of NVIDIA's compute-sanitizer:
+#   --sanitize TOOL  only the tests whose kernels decrypt, under that tool of NVIDIA's compute-sanitizer:
 #            memcheck, racecheck, initcheck, synccheck
 #   --fake   the same steps over the fake driver of tests/native/fake_cuda, on a machine without a GPU
 #
@@ -41,7 +41,7 @@ mkdir -p build
 say() { echo "tensorizer: $*" >&2; }
 if [ ${#runner[@]} -gt 0 ]; then
   command -v "${runner[0]}" >/dev/null || { say "there is no compute-sanitizer here (it comes with CUDA's toolkit)" && exit 1; }
-  set -- -k "decrypt or convert or forged" "$@"
+  set -- -k "decrypt or forged" "$@"
 fi
 has() { "$python" -c "import $1" 2>/dev/null; }
 

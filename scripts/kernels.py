@@ -25,7 +25,7 @@ FOLDER = ROOT / "csrc" / "device" / "cuda" / "kernels"
 PTX = FOLDER / "kernels.ptx"
 SOURCES = [
     ROOT / "csrc" / "device" / "chunk_to_open.h",
-    *(FOLDER / name for name in ("shim.h", "secretbox.h", "convert.h", "kernels.cu")),
+    *(FOLDER / name for name in ("shim.h", "secretbox.h", "kernels.cu")),
 ]
 ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100, 120)
 MOST_REGISTERS = 64  # four thread blocks of 256 at once on every architecture
@@ -151,14 +151,14 @@ def report() -> None:
             for name, (used, stack, spills) in kernels.items()
             if used > MOST_REGISTERS or stack or spills
         ]
-        if len(kernels) != 3:
+        if len(kernels) != 2:
             wrong.append(f"{len(kernels)} kernels for sm_{architecture}")
     if wrong:
         sys.exit(f"more than {MOST_REGISTERS} registers, or memory for what has none: {', '.join(wrong)}")
 
 
 # A text of a kernel, and what a mistake would make of it.
-SECRETBOX, CONVERT = "secretbox.h", "convert.h"
+SECRETBOX = "secretbox.h"
 MUTATIONS = [
     (SECRETBOX, "const uint64_t low = (d0", "const uint32_t low = (d0"),  # a carry of 32 bits
     (SECRETBOX, "  d3 += d2 >> 26;\n", "  d3 += static_cast<uint32_t>(d2) >> 26;\n"),
@@ -197,12 +197,6 @@ MUTATIONS = [
     (SECRETBOX, "if (i < nbytes - at)", "if (i + 1 < nbytes - at)"),
     (SECRETBOX, "(key[4 * quarter + i / 4] >> (8 * (i % 4)))", "(key[4 * quarter + i / 4] >> (8 * (i % 2)))"),
     (SECRETBOX, "round < 10; ++round", "round < 9; ++round"),
-    (CONVERT, "(half - 1) + ((value >> bits) & 1)", "half"),  # ties away from zero
-    (CONVERT, "if (rest >= 0x47effffff0000000u)", "if (rest >= 0x7ff0000000000000u)"),
-    (CONVERT, "if (rest < 0x3690000000000000u)", "if (rest < 0x36a0000000000000u)"),
-    (CONVERT, "for (; rest < 0x800000u; rest <<= 1) --exponent;", "for (; rest < 0x400000u; rest <<= 1) --exponent;"),
-    (CONVERT, "&& i < piece.count;", "&& i <= piece.count;"),
-    (CONVERT, "block.index() - piece.first_block", "block.index()"),
 ]
 
 

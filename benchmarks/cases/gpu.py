@@ -117,15 +117,7 @@ CASES = (
         limit="link",
         variant="sha256",
     ),
-    Case("gpu-load-dtype", "load to the GPU as float32, converted by torch", "load_gpu_float32", load, limit="link"),
-    Case(
-        "gpu-load-converting",
-        "load to the GPU as float32, converted on the way",
-        "load_gpu_converting",
-        load,
-        limit="link",
-        goals=(Goal("link", at_least=0.85),),
-    ),
+    Case("gpu-load-dtype", "load to the GPU as float32", "load_gpu_float32", load, limit="link"),
     Case(
         "gpu-load-http",
         "load to the GPU over HTTP, object store",

@@ -114,10 +114,9 @@ class Ours(Contender):
         return self._on_gpu(path, verify_hash=True)
 
     def load_gpu_float32(self, path: Path) -> State:
-        return self._convert_on_gpu(path, "0")
+        import torch
 
-    def load_gpu_converting(self, path: Path) -> State:
-        return self._convert_on_gpu(path, "1")
+        return self._on_gpu(path, dtype=torch.float32)
 
     def load_gpu_http(self, place: HttpPlace) -> State:
         return self._on_gpu(place.url)
@@ -128,12 +127,6 @@ class Ours(Contender):
 
         os.environ["TENSORIZER_CUDA_DECRYPT"] = by_device
         return self._on_gpu(path, encryption=DecryptionParams.from_key(KEY))
-
-    def _convert_on_gpu(self, path: Path, by_device: str) -> State:
-        import torch
-
-        os.environ["TENSORIZER_CUDA_CONVERT"] = by_device
-        return self._on_gpu(path, dtype=torch.float32)
 
     def _on_gpu(self, place: Union[Path, str], **options: Any) -> State:
         from benchmarks import gpu

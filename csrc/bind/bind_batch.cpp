@@ -28,17 +28,12 @@ constexpr uint64_t kDeviceAlignment = 512;  // as torch's own allocator gives
 // it. Of parts, first the shapes are known; then plan() gives them memory; then the load runs.
 class LoadBatch {
  public:
-  // The element type of each tensor that is converted (else nothing), the one that it is converted
-  // to, and the stored dtype that stands for that.
-  using Conversions = std::tuple<std::vector<std::optional<uint32_t>>, uint32_t, std::string>;
-
   LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
             const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
             std::shared_ptr<load::KeyRing> keys, const std::shared_ptr<io::FileMapping>& mapping,
             const std::optional<py::function>& allocate,
             const std::optional<std::vector<uint64_t>>& addresses,
-            std::shared_ptr<device::CopyEngine> engine, bool headers_only,
-            const std::optional<Conversions>& conversions)
+            std::shared_ptr<device::CopyEngine> engine, bool headers_only)
       : source_(std::move(source)),
         opened_(std::move(opened)),
         place_(allocate ? TensorPlace((*allocate)(0, false)) : TensorPlace::cpu()) {
@@ -55,15 +50,7 @@ class LoadBatch {
     }
     if (addresses) check_stored_sizes();
     load::LoadOptions options{.verify = verify, .max_workers = max_workers};
-    const bool allocates_later = engine && allocate && !addresses && !headers_only;
-    if (conversions) {
-      if (!allocates_later)
-        throw Error(Errc::invalid_argument, "only a device converts, to memory of its own");
-      convert(*conversions);
-      if (engine->staging().nbytes == 0)
-        engine->use_staging(memory_of(*allocate).make(engine->staging_nbytes(), false));
-    }
-    if (allocates_later) {
+    if (engine && allocate && !addresses && !headers_only) {
       start(std::move(keys), std::move(engine), options);
       give_memory_later(memory_of(*allocate));
     } else {
@@ -108,14 +95,6 @@ class LoadBatch {
     const auto on_caller = [](const std::function<void()>& work) {
       on_calling_thread([&work] { call_python(work); });
     };
-    // No worker touches it any more then. Engines serve loads that run together, and no others.
-    struct FreeStaging {
-      const std::vector<LoadBatch*>& batches;
-      ~FreeStaging() {
-        for (const LoadBatch* batch : batches)
-          if (batch->engine_) batch->engine_->free_staging();
-      }
-    } const free_staging{batches};
     run_interruptible(
         batches.size() == 1 && batches.front()->is_brief() ? Where::here : Where::helper_thread,
         [&](const std::stop_token& stop) {
@@ -166,20 +145,6 @@ class LoadBatch {
     return *session_;
   }
 
-  void convert(const Conversions& conversions) {
-    const auto& [from, to, dtype] = conversions;
-    if (from.size() != targets_.size())
-      throw Error(Errc::invalid_argument, "one element type per tensor is wanted");
-    for (size_t i = 0; i < from.size(); ++i) {
-      if (from[i].value_or(to) > device::kFloat64 || to > device::kFloat64)
-        throw Error(Errc::invalid_argument, "no element type that a device converts");
-      if (from[i])
-        targets_[i].conversion = {static_cast<device::ElementType>(*from[i]),
-                                  static_cast<device::ElementType>(to)};
-    }
-    converted_dtype_ = dtype;
-  }
-
   void give_memory(const std::optional<std::vector<uint64_t>>& addresses,
                    const load::MemoryMaker& memory) {
     if (!addresses) {
@@ -225,9 +190,8 @@ class LoadBatch {
     py::list result(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
       const TensorDtype& dtype =
-          factory.dtype(targets_[i].conversion ? std::string_view(converted_dtype_)
-                        : is_of_parts_ ? std::string_view(opened_->index[targets_[i].entry].dtype)
-                                       : headers.dtype(i));
+          factory.dtype(is_of_parts_ ? std::string_view(opened_->index[targets_[i].entry].dtype)
+                                     : headers.dtype(i));
       const std::span<const uint64_t> shape =
           is_of_parts_ ? std::span<const uint64_t>(shapes_[i]) : headers.shape(i);
       result[i] =
@@ -276,7 +240,6 @@ class LoadBatch {
   std::vector<LoadTarget> targets_;
   std::vector<std::vector<uint64_t>> shapes_;  // of parts
   bool is_of_parts_ = false;
-  std::string converted_dtype_;
   std::shared_ptr<load::KeyRing> keys_;
   std::shared_ptr<device::CopyEngine> engine_;
   const TensorPlace place_;
@@ -308,17 +271,16 @@ void register_batch(py::module_& m) {
       .def("hashes", &stored_hashes)
       .def("matches", &matches, py::arg("i"), py::arg("address"), py::arg("nbytes"));
   py::class_<LoadBatch>(m, "LoadBatch")
-      .def(
-          py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
-                   const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
-                   std::shared_ptr<io::FileMapping>, const std::optional<py::function>&,
-                   const std::optional<std::vector<uint64_t>>&, std::shared_ptr<device::CopyEngine>,
-                   bool, const std::optional<LoadBatch::Conversions>&>(),
-          py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
-          py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
-          py::arg("mapping") = py::none(), py::arg("allocate") = py::none(),
-          py::arg("addresses") = py::none(), py::arg("engine") = py::none(),
-          py::arg("headers_only") = false, py::arg("conversions") = py::none())
+      .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
+                    const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
+                    std::shared_ptr<io::FileMapping>, const std::optional<py::function>&,
+                    const std::optional<std::vector<uint64_t>>&,
+                    std::shared_ptr<device::CopyEngine>, bool>(),
+           py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
+           py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
+           py::arg("mapping") = py::none(), py::arg("allocate") = py::none(),
+           py::arg("addresses") = py::none(), py::arg("engine") = py::none(),
+           py::arg("headers_only") = false)
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {

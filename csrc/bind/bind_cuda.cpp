@@ -61,15 +61,14 @@ std::shared_ptr<cuda::CudaCopyEngine> make_engine(int device, uintptr_t stream, 
   return engine;
 }
 
-// A binding of a method that says why the device's kernels are not used.
-auto why_not(std::string (cuda::CudaCopyEngine::*method)(const std::stop_token&)) {
-  return [asked = interruptible(method)](cuda::CudaCopyEngine& engine) {
-    std::string why = asked(engine);
-    static bool warned = false;
-    if (const std::string wrong = engine.found_wrong(); !wrong.empty())
-      warn_once(warned, wrong + "; this process does not use them");
-    return why;
-  };
+// Why the device's kernels are not used.
+std::string why_not_opened(cuda::CudaCopyEngine& engine) {
+  static const auto asked = interruptible(&cuda::CudaCopyEngine::why_not_opened);
+  std::string why = asked(engine);
+  static bool warned = false;
+  if (const std::string wrong = engine.found_wrong(); !wrong.empty())
+    warn_once(warned, wrong + "; this process does not use them");
+  return why;
 }
 
 py::dict pinned_status(int device) {
@@ -95,8 +94,7 @@ void register_cuda(py::module_& m) {
       .def(py::init(&make_engine), py::arg("device"), py::arg("stream"), py::kw_only(),
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
            py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false)
-      .def("why_not_opened", why_not(&CudaCopyEngine::why_not_opened))
-      .def("why_not_converted", why_not(&CudaCopyEngine::why_not_converted));
+      .def("why_not_opened", &why_not_opened);
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def("cuda_release_pinned", &cuda::release_pinned, py::arg("device"), Unlocked());

@@ -1,5 +1,5 @@
-// What a kernel is told about one encrypted chunk and about one stretch of elements to convert:
-// plain data of fixed layout, written by the host and read by the device.
+// What the kernels are told about one encrypted chunk: plain data of fixed layout, written by the
+// host and read by the device.
 //
 // Also compiled by nvcc as C++17, so it includes and uses nothing newer.
 #pragma once
@@ -30,21 +30,5 @@ struct ChunkToOpen {
 static_assert(sizeof(ChunkToOpen) == 456 && alignof(ChunkToOpen) == 8);
 
 enum Verdict : uint32_t { kVerdictMissing = 0, kVerdictGenuine = 1, kVerdictForged = 2 };
-
-enum ElementType : uint32_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
-
-inline constexpr uint32_t kConvertedAtOnce = 4096;  // elements of one thread block
-
-// Elements to convert from one stretch of device memory into another.
-struct PieceToConvert {
-  uint64_t source;
-  uint64_t destination;  // REQUIRES: disjoint from the source
-  uint64_t count;
-  uint32_t from;  // ElementType
-  uint32_t to;
-  uint32_t first_block;  // counted over all pieces of the launch
-  uint32_t reserved;
-};
-static_assert(sizeof(PieceToConvert) == 40 && alignof(PieceToConvert) == 8);
 
 }  // namespace tensorizer::device

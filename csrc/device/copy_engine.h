@@ -15,7 +15,6 @@
 #include <stop_token>
 
 #include "device/chunk_to_open.h"
-#include "device/tensor_memory.h"
 
 namespace tensorizer::device {
 
@@ -30,26 +29,6 @@ struct CopyPiece {
 struct DeviceRange {
   std::byte* device_address;
   uint64_t nbytes;
-};
-
-// Pieces of one buffer that a device converts.
-inline constexpr size_t kMostConversions = 512;
-
-// What a device converts of a buffer.
-struct RoomForConversions {
-  std::byte* staging;  // of the device: as long as a buffer, and kStagingAlignment for each piece
-  std::span<PieceToConvert> pieces;  // kMostConversions
-};
-inline constexpr uint64_t kStagingAlignment = 16;  // where chunks can be opened
-
-// What a device does with what was copied there, in this order: it opens the first `chunks` of
-// Copier::chunks_to_open(), in place, those that are genuine, and converts the first `conversions`
-// of Copier::conversions(). Where a chunk is not genuine, Copier::wait() and finish() call `refuse`
-// with the number of the first such chunk, which throws.
-struct WorkOnDevice {
-  size_t chunks = 0;
-  size_t conversions = 0;
-  std::function<void(size_t)> refuse{};
 };
 
 // One worker's way to or from a device: a few buffers, copies in the order in which they are asked
@@ -92,15 +71,11 @@ class Copier {
   // of the buffer.
   virtual std::span<ChunkToOpen> chunks_to_open(const std::stop_token& /*stop*/) { return {}; }
 
-  // Room for what the device converts of the buffer: pieces go to the staging memory first. That
-  // may hold pieces of other buffers up to then, and does again afterwards. REQUIRES: the engine
-  // has staging memory.
-  virtual RoomForConversions conversions() { return {nullptr, {}}; }
-
-  // As send(), and then the work. Fills in which thread blocks are whose. REQUIRES: pieces cover
-  // each chunk and the sources of conversions.
-  virtual void send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& /*work*/,
-                            const std::stop_token& stop) {
+  // As send(). Then the device opens the first `chunks` of chunks_to_open(), in place, those that
+  // are genuine. Where one is not, wait() and finish() call `refuse` with the number of the first
+  // such chunk, which throws. REQUIRES: pieces cover each chunk.
+  virtual void send_to_open(std::span<const CopyPiece> pieces, size_t /*chunks*/,
+                            std::function<void(size_t)> /*refuse*/, const std::stop_token& stop) {
     send(pieces, stop);
   }
 
@@ -145,17 +120,6 @@ class CopyEngine {
   // A copier for the calling thread. `secret`: its buffers will hold plaintext of an encrypted
   // file, and are wiped before others get them. REQUIRES: the engine outlives it.
   virtual std::unique_ptr<Copier> make_copier(bool secret) = 0;
-
-  // Bytes of device memory that a load which converts needs beside its destinations; 0 where the
-  // device converts nothing.
-  virtual uint64_t staging_nbytes() const noexcept { return 0; }
-
-  // Where they are. REQUIRES: order_after_caller() comes after this, copiers that convert after
-  // that.
-  virtual void use_staging(const TensorMemory& /*memory*/) {}
-  virtual DeviceRange staging() const noexcept { return {nullptr, 0}; }
-  // It is no longer needed. REQUIRES: all copiers are gone.
-  virtual void free_staging() noexcept {}
 
   // When all copiers of a load are gone: overwrites memory of the device with zeros and waits until
   // it is. Gives up, silently, where the device takes no more orders: the first failure is on its

@@ -52,8 +52,6 @@ class MemoryPlanner {
  private:
   const format::IndexEntry& entry(size_t i) const { return opened_.index[targets_[i].entry]; }
   uint64_t wanted(size_t i) const {
-    if (const auto& conversion = targets_[i].conversion)
-      return conversion->converted(entry(i).loaded_nbytes);
     return parts_ ? targets_[i].runs.nbytes() : memory_nbytes(entry(i));
   }
   bool needs_memory(size_t i) const {

@@ -28,37 +28,12 @@
 
 namespace tensorizer::load {
 
-// What a device makes of a tensor's elements on their way to its destination.
-struct Conversion {
-  device::ElementType from;
-  device::ElementType to;
-
-  static constexpr uint64_t nbytes_of(device::ElementType type) noexcept {
-    return type == device::kFloat64 ? 8 : type == device::kFloat32 ? 4 : 2;
-  }
-  // Whole elements in `nbytes` as they are stored.
-  constexpr uint64_t count(uint64_t nbytes) const noexcept { return nbytes / nbytes_of(from); }
-  // The bytes that they take at the destination.
-  constexpr uint64_t converted(uint64_t nbytes) const noexcept {
-    return count(nbytes) * nbytes_of(to);
-  }
-};
-
 // A tensor, or a part of one, and where it goes.
 struct LoadTarget {
   uint32_t entry = 0;                // number in the index
   SliceRuns runs{};                  // of a part: within the tensor's loaded_nbytes
   device::TensorMemory destination;  // of entry.data_nbytes at least; of runs.nbytes() for a part
   bool in_place = false;             // the bytes are there already (a mapping): check, do not read
-  // The engine converts on the way, through its staging memory; the destination has room for the
-  // result. Whole tensors only.
-  std::optional<Conversion> conversion{};
-
-  // Where in its destination the stored byte number `place` comes to. Surplus bytes of old files
-  // are not converted.
-  uint64_t place_of(uint64_t place) const noexcept {
-    return conversion ? std::min(conversion->converted(place), destination.nbytes) : place;
-  }
 };
 
 struct LoadOptions {

@@ -59,7 +59,6 @@ class Planner {
   bool joins(const format::IndexEntry& entry, uint64_t payload) const noexcept {
     const uint64_t gap = entry.offset - end_;
     if (gap > options_.gap_nbytes) return false;
-    if (plan_.pieces.size() - first_ + 2 > options_.most_pieces) return false;
     const uint64_t before = unit_nbytes() + gap + entry.header_nbytes();
     if (before > options_.unit_nbytes) return false;
     if (payload <= options_.unit_nbytes - before) return true;
@@ -137,10 +136,8 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
   for (uint32_t target = 0; target < selection.size(); ++target)
     planner.add_record(target, index[selection[target]]);
   planner.close();
-  for (const Unit& unit : plan.units) {
+  for (const Unit& unit : plan.units)
     plan.longest_unit_nbytes = std::max(plan.longest_unit_nbytes, unit.nbytes);
-    plan.most_pieces = std::max(plan.most_pieces, unit.piece_count);
-  }
   if (options.large_at_once > 0) {
     const auto record_of = [&](const Unit& unit) {
       const uint32_t target = plan.pieces[unit.first_piece].target;

@@ -58,7 +58,6 @@ struct LoadPlan {
   // for any further one while it has room for so much.
   bool units_share_buffers = false;
   uint64_t longest_unit_nbytes = 0;
-  uint32_t most_pieces = 0;  // of a unit
 
   std::span<const Piece> pieces_of(const Unit& unit) const noexcept {
     return std::span(pieces).subspan(unit.first_piece, unit.piece_count);
@@ -81,8 +80,6 @@ struct PlanOptions {
   size_t large_at_once = 0;
   // Of so many at the begin, and slowly more: see digest::deal().
   std::optional<size_t> large_at_first;
-  // Tensors share a unit only where it has no more pieces than this.
-  size_t most_pieces = std::numeric_limits<size_t>::max();
   // A longer payload counts as a step to hash even where it is in one unit with its header.
   uint64_t whole_nbytes = std::numeric_limits<uint64_t>::max();
 };

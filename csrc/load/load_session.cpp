@@ -154,8 +154,6 @@ LoadPlan LoadSession::plan_whole() const {
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers > 1 && !traits.sequential)
       plan.large_at_once = digest::kDealtPerWorker * workers;
-    if (std::ranges::any_of(job_.targets, [](const LoadTarget& t) { return !!t.conversion; }))
-      plan.most_pieces = device::kMostConversions;
   }
   if (fills_lanes) {
     if (plan.large_at_once > 0) plan.large_at_first = plan.large_at_once;
@@ -318,23 +316,13 @@ void LoadSession::wipe_on_device() noexcept {
   if (count > 0) job_.options.engine->wipe(std::span(ranges).first(count));
 }
 
-void LoadSession::wipe_staging() noexcept {
-  // Nobody has passed the fence before something was placed.
-  if (!job_.has_crypt_info() || job_.options.engine == nullptr || !job_.has_placed()) return;
-  const device::DeviceRange staging = job_.options.engine->staging();
-  if (staging.nbytes > 0) job_.options.engine->wipe({&staging, 1});
-}
-
 // What a piece puts into its destination; whoever has the header of a tensor whose chunks straddle
 // its pieces puts all of them there.
 device::DeviceRange LoadSession::filled_by(const Piece& piece) const noexcept {
-  const LoadTarget& target = job_.targets[piece.target];
-  if (piece.kind == Piece::Kind::payload) {
-    const uint64_t begin = target.place_of(piece.place);
-    return {target.destination.data + begin, target.place_of(piece.place + piece.nbytes) - begin};
-  }
+  std::byte* const data = job_.targets[piece.target].destination.data;
+  if (piece.kind == Piece::Kind::payload) return {data + piece.place, piece.nbytes};
   if (!job_.cipher || !job_.cipher->straddles(piece.target)) return {nullptr, 0};
-  return {target.destination.data, target.place_of(job_.entry_of(piece.target).data_nbytes)};
+  return {data, job_.entry_of(piece.target).data_nbytes};
 }
 
 }  // namespace tensorizer::load

@@ -65,8 +65,6 @@ class LoadSession {
   // with its bytes.
   void blame_source(const Error& error);
   void wipe_destinations() noexcept;
-  // When all its workers are gone: nothing of an encrypted file is left in staging memory.
-  void wipe_staging() noexcept;
   void wipe_on_device() noexcept;
   device::DeviceRange filled_by(const Piece& piece) const noexcept;
 

@@ -37,13 +37,9 @@ class Together {
         throw;
       }
     } catch (...) {
-      for (LoadSession* session : sessions_) {
-        session->wipe_destinations();
-        session->wipe_staging();
-      }
+      for (LoadSession* session : sessions_) session->wipe_destinations();
       throw;
     }
-    for (LoadSession* session : sessions_) session->wipe_staging();
   }
 
  private:

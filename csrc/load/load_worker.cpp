@@ -120,8 +120,7 @@ class Worker final : public LoadWorker {
   // Whether the buffer at hand takes any further unit.
   bool has_room() const noexcept {
     const LoadPlan& plan = job_.plan;
-    return plan.units_share_buffers && used_ + plan.longest_unit_nbytes <= buffer_.size() &&
-           outgoing_.size() + plan.most_pieces <= device::kMostConversions;
+    return plan.units_share_buffers && used_ + plan.longest_unit_nbytes <= buffer_.size();
   }
 
   void begin_buffer(std::span<std::byte> buffer) {
@@ -360,12 +359,9 @@ class Worker final : public LoadWorker {
   // Memory that is not allocated yet will be aligned.
   size_t chunks_for_device(const Piece& piece) {
     if (!copier_ || job_.digester) return 0;
-    uint64_t at = piece.place;
-    if (job_.targets[piece.target].conversion) {
-      at = 0;  // staging memory is aligned
-    } else if (job_.has_memory(piece.target)) {
-      at = reinterpret_cast<uintptr_t>(destination_of(piece));
-    }
+    const uint64_t at = job_.has_memory(piece.target)
+                            ? reinterpret_cast<uintptr_t>(destination_of(piece))
+                            : piece.place;
     const size_t count = job_.cipher->chunks_for_device(piece.target, piece.nbytes, at);
     if (count == 0 || sealed_ + count > copier_->most_chunks_to_open(stop_)) return 0;
     sealed_ += count;
@@ -438,29 +434,20 @@ class Worker final : public LoadWorker {
     copier_->pass_fence(stop_);
     if (waits_) copy_to_slot();
     std::vector<Origin> origins;
-    uint64_t staged = 0;
-    device::WorkOnDevice work;
     for (const Outgoing& piece : outgoing_) {
       job_.note(piece.unit, LoadJob::Progress::placed);
-      const LoadTarget& target = job_.targets[piece.target];
-      std::byte* address = target.destination.data + piece.place;
-      if (target.conversion) {
-        const device::RoomForConversions room = copier_->conversions();
-        address = room.staging + staged;
-        staged = align_up(staged + piece.nbytes, device::kStagingAlignment);
-        room.pieces[work.conversions++] = conversion_of(piece, address);
-      }
+      std::byte* const address = job_.targets[piece.target].destination.data + piece.place;
       copies_.push_back({piece.at, address, piece.nbytes});
       if (piece.chunks > 0) describe(piece, address, origins);
     }
     outgoing_.clear();
     sealed_ = 0;
-    work.chunks = origins.size();
-    work.refuse = [this, origins = std::move(origins)](size_t i) {
+    const size_t chunks = origins.size();
+    const auto refuse = [this, origins = std::move(origins)](size_t i) {
       const Origin& origin = origins[i];
       job_.naming(origin.target, [&] { job_.cipher->refuse(origin.target, origin.chunk); });
     };
-    copier_->send_to_work(copies_, work, stop_);
+    copier_->send_to_open(copies_, chunks, refuse, stop_);
     copies_.clear();
     buffer_ = {};  // is sent once
     // The next request takes longer than these copies, and other workers wait for slots meanwhile.
@@ -470,20 +457,6 @@ class Worker final : public LoadWorker {
   void free_slots() {
     copier_->finish(stop_);
     copier_->give_back_unused();
-  }
-
-  // From where it was copied to.
-  device::PieceToConvert conversion_of(const Outgoing& piece, const std::byte* from) const {
-    const LoadTarget& target = job_.targets[piece.target];
-    const uint64_t begin = target.place_of(piece.place);
-    const uint64_t nbytes = target.place_of(piece.place + piece.nbytes) - begin;
-    return {.source = reinterpret_cast<uintptr_t>(from),
-            .destination = reinterpret_cast<uintptr_t>(target.destination.data + begin),
-            .count = nbytes / Conversion::nbytes_of(target.conversion->to),
-            .from = target.conversion->from,
-            .to = target.conversion->to,
-            .first_block = 0,
-            .reserved = 0};
   }
 
   void copy_to_slot() {

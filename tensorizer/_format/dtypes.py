@@ -54,10 +54,8 @@ _DLPACK = {
     torch.complex64: (_COMPLEX, 64),
     torch.complex128: (_COMPLEX, 128),
 }
-#: What the kernels of a device call the types that they convert (csrc/device/chunk_to_open.h).
-ELEMENT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 #: What ``dtype=`` converts among each other; everything else stays as it is stored.
-CASTABLE = frozenset(ELEMENT_TYPES)
+CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH_NAME = r"torch\.([A-Za-z_]\w*)\Z"
 

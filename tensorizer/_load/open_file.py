@@ -31,7 +31,6 @@ from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex, join
 from tensorizer._load.reader import (
     AS_STORED,
-    Converters,
     FileReader,
     LoadedBatch,
     Progress,
@@ -467,8 +466,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Batches of the entries (ascending) on their device, in the wanted dtype, as Parameters or plain tensors."""
         parts = self._parts(entries)
         _expect(parts)
-        converters: Converters = {}
-        pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
+        pending = [part.reader.begin(part.entries, verify, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
             flat = [(part, *each) for part, batches in zip(parts, pending) for each in batches or ()]
             files_at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
@@ -483,7 +481,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         done = 0
         for part in parts:
             report = None if progress is None else (lambda n, before=done: progress(before + n))
-            for loaded in part.reader.read(part.entries, verify, converters, report, plain=plain):
+            for loaded in part.reader.read(part.entries, verify, report, plain=plain):
                 yield self._noted(part.of_all(loaded))
             done += sum(map(part.reader.index.data_nbytes, part.entries)) if len(parts) > 1 else 0
 

@@ -47,10 +47,6 @@ _HOST = torch.device("cpu")
 
 Progress = Optional[Callable[[int], object]]
 
-#: The engine that converts on each device, for all loads that run together: they share its staging memory. ``None``:
-#: the device's kernels cannot.
-Converters = dict[torch.device, Optional[_C.CudaCopyEngine]]
-
 
 class ReadOptions(NamedTuple):
     """How tensors are read; the meanings are those of ``TensorDeserializer``'s arguments."""
@@ -180,34 +176,28 @@ class FileReader:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, entries: Sequence[int], verify: bool, converters: Converters, *, plain: bool = False
-    ) -> Optional[list[PendingBatch]]:
+    def begin(self, entries: Sequence[int], verify: bool, *, plain: bool = False) -> Optional[list[PendingBatch]]:
         """Loads of `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
 
-        ``None`` where tensors do not stay where they land (host or CUDA, no cast but one that the device does): then
-        :meth:`read` loads them. All that runs together has the same `converters`.
+        ``None`` where tensors do not stay where they land (host or CUDA, no cast): then :meth:`read` loads them.
         """
         parts = list(self._by_device(entries))
-        if not all(self._lands(device, part, converters) for device, part in parts):
+        if not all(self._lands(device, part) for device, part in parts):
             return None
-        return [self._begin(device, part, verify, plain, converters) for device, part in parts]
+        return [self._begin(device, part, verify, plain) for device, part in parts]
 
     def read(
-        self,
-        entries: Sequence[int],
-        verify: bool,
-        converters: Converters,
-        progress: Progress = None,
-        *,
-        plain: bool = False,
+        self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
     ) -> Iterator[LoadedBatch]:
-        """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
+        """Loads `entries` as :meth:`begin` says, one device after the other.
+
+        Those that are converted or moved are loaded in batches of at most 256 MiB, or of one larger tensor.
+        """
         done = 0
         for device, part in self._by_device(entries):
             report = None if progress is None else (lambda n, before=done: progress(before + n))
-            if self._lands(device, part, converters):
-                batch, finish = self._begin(device, part, verify, plain, converters)
+            if self._lands(device, part):
+                batch, finish = self._begin(device, part, verify, plain)
                 self._run(batch, part, report)
                 yield finish()
             else:
@@ -236,12 +226,8 @@ class FileReader:
         into: Optional[Sequence[torch.Tensor]] = None,
         *,
         headers_only: bool = False,
-        converter: Optional[_C.CudaCopyEngine] = None,
     ) -> _C.LoadBatch:
-        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`.
-
-        With the `converter` of that device its kernels make the wanted dtype of the entries, all of a known one.
-        """
+        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`."""
         source, keys, mapping, _ = self.handle
         on_host = device.type == "cpu"
         allocates = not on_host and into is None
@@ -256,9 +242,8 @@ class FileReader:
                 mapping=mapping if on_host and into is None and not headers_only else None,
                 allocate=functools.partial(cuda_engine.allocate, device) if allocates else None,
                 addresses=None if into is None else [tensor.data_ptr() for tensor in into],
-                engine=None if on_host else converter or cuda_engine.engine_for(device),
+                engine=None if on_host else cuda_engine.engine_for(device),
                 headers_only=headers_only,
-                conversions=None if converter is None else self._conversions(entries),
             )
 
     def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
@@ -280,37 +265,13 @@ class FileReader:
         dtype = self._options.dtype
         return dtype is not None and any(casts(known_dtype(s), dtype) for s in set(map(self.index.dtype, entries)))
 
-    def _lands(self, device: torch.device, entries: Sequence[int], converters: Converters) -> bool:
-        """Whether tensors are loaded to their final addresses as they are wanted; finds what converts them."""
-        if not self._stays(device):
-            return False
-        if not self._casts_any(entries):
-            return True
-        if device.type == "cpu" or any(known_dtype(s) is None for s in set(map(self.index.dtype, entries))):
-            return False
-        if device not in converters:
-            converters[device] = cuda_engine.converting_engine_for(device)
-        return converters[device] is not None
+    def _lands(self, device: torch.device, entries: Sequence[int]) -> bool:
+        """Whether tensors are loaded to their final addresses as they are wanted."""
+        return self._stays(device) and not self._casts_any(entries)
 
-    def _conversions(self, entries: Sequence[int]) -> tuple[list[Optional[int]], int, bytes]:
-        wanted = self._options.dtype
-        assert wanted is not None
-        stored = {s: known_dtype(s) for s in set(map(self.index.dtype, entries))}
-        types = {s: dtypes.ELEMENT_TYPES[d] for s, d in stored.items() if d is not None and casts(d, wanted)}
-        of_entries = [types.get(self.index.dtype(entry)) for entry in entries]
-        return of_entries, dtypes.ELEMENT_TYPES[wanted], dtypes.stored_for_tensor(wanted).encode()
-
-    def _begin(
-        self,
-        device: torch.device,
-        entries: Sequence[int],
-        verify: bool,
-        plain: bool,
-        converters: Optional[Converters] = None,
-    ) -> PendingBatch:
-        """A load of what lands on a device; as stored where no `converters` are given."""
-        converter = converters[device] if converters is not None and self._casts_any(entries) else None
-        batch = self.batch(entries, verify, device, converter=converter)
+    def _begin(self, device: torch.device, entries: Sequence[int], verify: bool, plain: bool) -> PendingBatch:
+        """A load of what lands on a device, as it is stored."""
+        batch = self.batch(entries, verify, device)
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
@@ -349,10 +310,13 @@ class FileReader:
             report = None if progress is None else (lambda n, before=done: progress(before + n))
             raw = self.read_raw(part, verify, report, lands_on)
             done += sum(map(self.index.data_nbytes, part))
-            with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
-                with ordinary_tensors():
-                    moved = [self._moved(entry, tensor, device, plain) for entry, tensor in zip(part, raw.tensors)]
-                yield raw._replace(tensors=moved)
+            nbytes = sum(map(self.index.loaded_nbytes, part))
+            with perf.measured("tensor_to_device", nbytes), ordinary_tensors():
+                moved = [self._moved(entry, tensor, device, plain) for entry, tensor in zip(part, raw.tensors)]
+            headers = raw.headers
+            del raw  # before the next batch gets its memory
+            yield LoadedBatch(part, moved, headers)
+            del moved
 
     def _moved(self, entry: int, tensor: torch.Tensor, device: torch.device, plain: bool) -> torch.Tensor:
         wanted = self._options.dtype

@@ -62,7 +62,7 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
         keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
         # auto means the host until the kernels have run on a GPU (docs/gpu.md).
-        open_on_device=_who("DECRYPT") == "1",
+        open_on_device=_decrypt() == "1",
     )
 
 
@@ -79,17 +79,6 @@ def on_current_streams(work: Callable[..., None], devices: Iterable[torch.device
     return on_streams
 
 
-def converting_engine_for(device: torch.device) -> Optional[_C.CudaCopyEngine]:
-    """As :func:`engine_for`, of a CUDA device whose kernels convert dtypes; ``None`` where torch does that.
-
-    Waits for the kernels where they are asked for: ``auto`` means torch until they have run on a GPU (docs/gpu.md).
-    """
-    if _who("CONVERT") != "1" or not is_fast_device(device):
-        return None
-    engine = engine_for(device)
-    return None if engine.why_not_converted() else engine
-
-
 def why_host_decrypts(device: torch.device) -> str:
     """Why encrypted chunks for this device are opened by the host; empty where the device opens them.
 
@@ -97,7 +86,7 @@ def why_host_decrypts(device: torch.device) -> str:
     """
     if not is_fast_device(device):
         return "it is no CUDA device with a driver"
-    chosen = _who("DECRYPT")
+    chosen = _decrypt()
     if chosen == "0":
         return "TENSORIZER_CUDA_DECRYPT is 0"
     if chosen == "auto":
@@ -105,12 +94,11 @@ def why_host_decrypts(device: torch.device) -> str:
     return engine_for(device).why_not_opened()
 
 
-def _who(does: str) -> str:
-    """What ``TENSORIZER_CUDA_DECRYPT`` or ``TENSORIZER_CUDA_CONVERT`` says."""
-    name = f"TENSORIZER_CUDA_{does}"
-    text = env_text(name) or "auto"
+def _decrypt() -> str:
+    """What ``TENSORIZER_CUDA_DECRYPT`` says."""
+    text = env_text("TENSORIZER_CUDA_DECRYPT") or "auto"
     if text not in ("auto", "0", "1"):
-        raise ValueError(f"environment variable {name}: wanted auto, 0 or 1, found {text!r}")
+        raise ValueError(f"environment variable TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found {text!r}")
     return text
 
 

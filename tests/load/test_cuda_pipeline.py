@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from servers.file_server import serve_folder
 
 import tensorizer.cuda
 from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer._load import reader
 from tensorizer._load.reader import FileReader
 from tensorizer._system import cuda_engine
 from tensorizer.errors import DeviceError, HashMismatchError, MissingHashError
@@ -167,7 +167,7 @@ def load_encrypted(gpu, damage=None):
 
 
 def test_the_device_decrypts_where_it_was_told_to(fake, gpu, monkeypatch):
-    for setting, launches in [("auto", 0), ("0", 0), ("1", 3 + 2)]:
+    for setting, launches in [("auto", 0), ("0", 0), ("1", 2 + 2)]:
         monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", setting)
         fake.reset()
         assert load_encrypted(gpu) is True
@@ -208,12 +208,11 @@ def test_decrypts_on_tells_who_decrypts_and_why(fake, gpu, monkeypatch):
     assert tensorizer.cuda.decrypts_on(0) == (True, "")
 
 
-@pytest.mark.parametrize("name", ["TENSORIZER_CUDA_DECRYPT", "TENSORIZER_CUDA_CONVERT"])
-def test_a_wrong_word_for_who_decrypts_or_converts_is_refused(gpu, monkeypatch, name):
-    monkeypatch.setenv(name, "yes")
+def test_a_wrong_word_for_who_decrypts_is_refused(gpu, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "yes")
     saving, loading = key_pair(True)
-    with pytest.raises(ValueError, match=f"{name}: wanted auto, 0 or 1, found 'yes'"):
-        gpu.load(written({"a": samples.tensor((3 * MIB,))}, **saving), dtype=torch.float16, **loading)
+    with pytest.raises(ValueError, match="TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found 'yes'"):
+        gpu.load(written({"a": samples.tensor((3 * MIB,))}, **saving), **loading)
 
 
 # ---- dtype= ---------------------------------------------------------------------------------------------------------
@@ -234,25 +233,23 @@ def assert_converted(found, wanted):
 
 
 @pytest.fixture
-def torch_converts(gpu, monkeypatch):
-    """Notes what torch converts; on a fake device torch does it in host memory."""
-    noted = []
+def converting(gpu, monkeypatch):
+    """On a fake device torch converts in host memory."""
+    if gpu.name == "real":
+        return
     moved = FileReader._moved
 
-    def note(self, entry, tensor, device, plain):
-        noted.append(entry)
-        if gpu.name == "real" or device.type == "cpu":
+    def moved_on_host(self, entry, tensor, device, plain):
+        if device.type == "cpu":
             return moved(self, entry, tensor, device, plain)
         return gpu.put(moved(self, entry, gpu.fetch(tensor), torch.device("cpu"), plain).detach())
 
-    monkeypatch.setattr(FileReader, "_moved", note)
-    return noted
+    monkeypatch.setattr(FileReader, "_moved", moved_on_host)
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_device_converts_to_the_bits_of_torch(gpu, torch_converts, monkeypatch, dtype, encrypted):
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+def test_dtype_converts_tensors_on_their_device(gpu, converting, monkeypatch, dtype, encrypted):
     state = {f"large.{i}": samples.tensor((1_500_001,), stored, i) for i, stored in enumerate(FLOATS)}
     state.update({f"small.{i}": samples.tensor((i,), FLOATS[i % 4], i) for i in range(40)})
     state.update(whole=samples.tensor((7, 3), torch.int32), flag=torch.ones(3) > 0, scalar=torch.tensor(1.5))
@@ -260,71 +257,43 @@ def test_the_device_converts_to_the_bits_of_torch(gpu, torch_converts, monkeypat
     saving, keys = key_pair(encrypted)
     file = written(state, **saving)
     wanted = on_cpu(file, dtype=dtype, **keys)
-    torch_converts.clear()
-    for verify in (False, True):
-        for who in ("0", "1"):
-            monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", who)
-            loaded = TensorDeserializer(
-                io.BytesIO(file.getvalue()), device="cuda:0", dtype=dtype, verify_hash=verify, **keys
-            )
-            assert_converted({name: gpu.fetch(value) for name, value in loaded.items()}, wanted)
-            assert [value.requires_grad for value in loaded.values()] == [v.requires_grad for v in wanted.values()]
-    assert not torch_converts
+    for who in ("0", "1"):
+        monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", who)
+        for verify in (False, True):
+            assert_converted(gpu.load(io.BytesIO(file.getvalue()), dtype=dtype, verify_hash=verify, **keys), wanted)
 
 
 @golden_files.each(golden_files.select(refused=False))
-def test_every_golden_file_is_converted_as_on_the_cpu(gpu, torch_converts, golden, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+def test_every_golden_file_is_converted_as_on_the_cpu(gpu, converting, golden):
     wanted, found = (load_golden(golden, device, dtype=torch.float16) for device in ("cpu", "cuda:0"))
     assert_converted({path: gpu.fetch(value) for path, value in found.items()}, wanted)
 
 
-@pytest.mark.parametrize("setting", ["auto", "0", "refused"])
-def test_torch_converts_where_the_device_may_or_can_not(gpu, torch_converts, request, monkeypatch, setting):
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1" if setting == "refused" else setting)
-    if setting == "refused":
-        request.getfixturevalue("fake").fail(b"cuModuleLoadData:1:222")
-    file = written({"a": samples.tensor((1000,)), "b": samples.tensor((7,), torch.int16)})
-    found = gpu.load(io.BytesIO(file.getvalue()), dtype=torch.bfloat16)
-    assert len(torch_converts) == 2
-    assert_converted(found, on_cpu(file, dtype=torch.bfloat16))
-    assert _C.cuda_release_pinned(0)
-
-
-def test_a_load_that_converts_needs_little_memory_beside_its_tensors(fake, gpu, torch_converts, monkeypatch, tmp_path):
-    """Two files to one device share what they are converted from, which is gone when they are loaded."""
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
-    made, allocate = [], cuda_engine.allocate
+def test_a_load_that_converts_needs_memory_for_one_batch_beside_its_tensors(fake, gpu, converting, monkeypatch):
+    monkeypatch.setattr(reader, "_BATCH_NBYTES", 20 * MIB)
+    alive, most = {}, []
 
     def note(*args):
         tensor = allocate(*args)
-        made.append((args[1], weakref.ref(tensor)))
+        if tensor.numel():
+            alive[weakref.ref(tensor, lambda gone: alive.pop(gone))] = tensor.numel()
+            most.append(sum(alive.values()))
         return tensor
 
+    allocate = cuda_engine.allocate
     monkeypatch.setattr(cuda_engine, "allocate", note)
-    state = {f"{i}": samples.tensor((5 * MIB,), torch.float32, i) for i in range(4)}
-    names = list(state)
-    files = {"model-00001-of-00002.tensors": names[:2], "model-00002-of-00002.tensors": names[2:]}
-    for file, part in files.items():
-        (tmp_path / file).write_bytes(written({name: state[name] for name in part}).getvalue())
-    weight_map = {name: file for file, part in files.items() for name in part}
-    index = tmp_path / "model.tensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    loaded = TensorDeserializer(index, device="cuda:0", dtype=torch.float16)
-    found = {name: gpu.fetch(value) for name, value in loaded.items()}
+    state = {f"{i}": samples.tensor((5 * MIB // 2,), torch.float32, i) for i in range(6)}
+    found = gpu.load(written(state), dtype=torch.float16)
     assert_converted(found, {name: value.half() for name, value in state.items()})
-    assert not torch_converts
-    (staging,) = [alive for nbytes, alive in made if nbytes not in (0, 10 * MIB)]
-    assert staging() is None
-    assert sum(nbytes for nbytes, _ in made) <= 4 * 10 * MIB + 4 * (2 * MIB + 16 * 1024)
+    assert len(most) == 6
+    assert max(most) == 20 * MIB
+    assert not alive
 
 
-def test_one_file_for_two_devices_is_converted_by_both(fake, gpu, torch_converts, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+def test_one_file_for_two_devices_is_converted_by_both(fake, gpu, converting):
     state = {f"{i}": samples.tensor((MIB + i,), torch.float64, i) for i in range(6)}
     file = written(state)
     found = gpu.load(io.BytesIO(file.getvalue()), device=lambda name: f"cuda:{int(name) % 2}", dtype=torch.float32)
-    assert not torch_converts
     assert_converted(found, on_cpu(file, dtype=torch.float32))
 
 
@@ -388,8 +357,7 @@ def test_an_error_does_not_wait_for_work_of_the_callers_stream(gpu, fake):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["as stored", "converted"])
-def test_a_damaged_tensor_is_named_and_the_next_load_works(gpu, monkeypatch, dtype):
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+def test_a_damaged_tensor_is_named_and_the_next_load_works(gpu, converting, dtype):
     file = written({"a": samples.tensor((MIB,)), "b": samples.tensor((MIB,), seed=1)})
     damaged = bytearray(file.getvalue())
     damaged[-1000] ^= 1
@@ -770,10 +738,8 @@ def test_a_loop_over_single_tensors_makes_no_streams_events_or_threads(gpu, fake
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["as stored", "converted"])
-def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, fake, monkeypatch, dtype):
-    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, fake, converting, dtype):
     file = written({"x": samples.tensor((10 * MIB,))})
-    gpu.load(io.BytesIO(file.getvalue()), dtype=dtype)  # the kernels are there
     fake.set_delay(120_000, 120_000)  # of each copy of a MiB: 1.2 s in all on four streams
     with interrupted():
         gpu.load(io.BytesIO(file.getvalue()), dtype=dtype)

@@ -20,14 +20,12 @@ namespace {
 
 #define TENSORIZER_KERNEL_ASSERT(condition) \
   static_cast<void>((condition) ? 0 : (broken(#condition), 0))
-#include "device/cuda/kernels/convert.h"
 #include "device/cuda/kernels/secretbox.h"
 
 namespace {
 
 namespace cuda = tensorizer::device::cuda;
 using tensorizer::device::ChunkToOpen;
-using tensorizer::device::PieceToConvert;
 
 // Every order in which the threads of a phase may run.
 class ThreadOrder {
@@ -109,9 +107,6 @@ extern "C" int host_kernel_run(const char* name, uint32_t blocks, void** paramet
                         parameter<const uint32_t*>(parameters, 1),
                         parameter<const uint32_t*>(parameters, 2),
                         parameter<uint32_t*>(parameters, 3));
-    } else if (std::strcmp(name, "tz_convert") == 0) {
-      cuda::convert_kernel(block, parameter<const PieceToConvert*>(parameters, 0),
-                           parameter<const uint32_t*>(parameters, 1));
     } else {
       return 1;
     }

@@ -1,11 +1,9 @@
 // The device's kernels, run on the host: against libsodium, against published vectors, and their
-// arithmetic against one with big integers. tests/load/test_kernels.py compares the conversion with
-// torch.
+// arithmetic against one with big integers.
 #include <gtest/gtest.h>
 #include <sodium.h>
 #include <sys/mman.h>
 
-#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -27,7 +25,6 @@ using device::ChunkToOpen;
 using device::kMaxSegments;
 using device::kPartialWords;
 using device::kSegmentNbytes;
-using device::PieceToConvert;
 using testing::Bytes;
 
 // Memory between pages that nobody may touch, `nbytes` at its front or at its end, where what is
@@ -465,94 +462,6 @@ TEST(Kernels, AreGivenAlignedChunksOf64KiBTo4MiB) {
   EXPECT_FALSE(load::device_opens(4096, 65'535));
   EXPECT_FALSE(load::device_opens(4096, (4 << 20) + 1));
   EXPECT_FALSE(load::device_opens(4104, 65'536));
-}
-
-// --- conversion ----------------------------------------------------------------------------------
-
-struct Converted {
-  std::vector<PieceToConvert> pieces;
-  std::vector<uint32_t> piece_of;
-
-  void add(const void* source, void* destination, uint64_t count, uint32_t from, uint32_t to) {
-    const auto first = static_cast<uint32_t>(piece_of.size());
-    pieces.push_back({reinterpret_cast<uintptr_t>(source), reinterpret_cast<uintptr_t>(destination),
-                      count, from, to, first, 0});
-    const uint64_t blocks = (count + device::kConvertedAtOnce - 1) / device::kConvertedAtOnce;
-    piece_of.insert(piece_of.end(), blocks, static_cast<uint32_t>(pieces.size() - 1));
-  }
-  void run() {
-    const PieceToConvert* first = pieces.data();
-    const uint32_t* table = piece_of.data();
-    void* parameters[] = {&first, &table};
-    EXPECT_EQ(host_kernel_run("tz_convert", static_cast<uint32_t>(piece_of.size()), parameters,
-                              HOST_SHUFFLED, 2),
-              0);
-  }
-};
-
-TEST(Kernels, ConvertFloat64ToFloat32AndBackAsTheProcessorDoes) {
-  std::mt19937_64 random(5);
-  std::vector<uint64_t> wide;
-  for (const uint64_t sign : {0u, 1u}) {
-    for (uint64_t exponent = 860; exponent < 1160; ++exponent) {
-      for (const uint64_t mantissa :
-           {uint64_t{0}, uint64_t{1}, uint64_t{1} << 28, (uint64_t{1} << 28) - 1,
-            (uint64_t{1} << 28) + 1, uint64_t{3} << 28, (uint64_t{1} << 52) - 1,
-            (uint64_t{1} << 52) - (uint64_t{1} << 28), random() >> 12})
-        wide.push_back((sign << 63) | (exponent << 52) | mantissa);
-    }
-  }
-  for (int i = 0; i < 100'000; ++i) wide.push_back(random());
-  std::vector<uint32_t> narrow(wide.size());
-  std::vector<uint64_t> back(wide.size());
-  Converted there;
-  there.add(wide.data(), narrow.data(), wide.size(), device::kFloat64, device::kFloat32);
-  there.run();
-  Converted again;
-  again.add(narrow.data(), back.data(), wide.size(), device::kFloat32, device::kFloat64);
-  again.run();
-  for (size_t i = 0; i < wide.size(); ++i) {
-    double value;
-    std::memcpy(&value, &wide[i], sizeof value);
-    const float wanted = static_cast<float>(value);
-    const double wanted_back = wanted;
-    float found;
-    double found_back;
-    std::memcpy(&found, &narrow[i], sizeof found);
-    std::memcpy(&found_back, &back[i], sizeof found_back);
-    if (std::isnan(value)) {
-      ASSERT_TRUE(std::isnan(found) && std::isnan(found_back));
-    } else {
-      ASSERT_EQ(std::memcmp(&wanted, &found, sizeof found), 0) << value;
-      ASSERT_EQ(std::memcmp(&wanted_back, &found_back, sizeof found_back), 0) << value;
-    }
-  }
-}
-
-TEST(Kernels, ConvertManyPiecesAtAnyAddressAndTouchNothingElse) {
-  std::vector<uint8_t> source(200'000);
-  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint8_t>(i * 7 + i / 256);
-  std::vector<uint8_t> target(400'000, 0xA5);
-  std::vector<uint8_t> wanted = target;
-  Converted converted;
-  size_t at = 0;
-  size_t to = 1;
-  for (const size_t count : {1, 2, 4095, 4096, 4097, 12'289}) {
-    for (const size_t shift : {0, 1}) {  // aligned and not
-      at = (at + 1) / 2 * 2 + shift;
-      to = (to + 3) / 4 * 4 + shift;
-      converted.add(source.data() + at, target.data() + to, count, device::kBfloat16,
-                    device::kFloat32);
-      for (size_t i = 0; i < count; ++i) {
-        std::memset(wanted.data() + to + 4 * i, 0, 2);
-        std::memcpy(wanted.data() + to + 4 * i + 2, source.data() + at + 2 * i, 2);
-      }
-      at += 2 * count;
-      to += 4 * count + 5;
-    }
-  }
-  converted.run();
-  EXPECT_TRUE(target == wanted);
 }
 
 }  // namespace

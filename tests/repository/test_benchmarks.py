@@ -221,7 +221,7 @@ def test_the_cases_of_a_gpu_run_from_end_to_end_over_the_fake_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BENCH_FAKE_CUDA", "1")
-    skipped = ("gpu-load-many", "gpu-load-dtype")  # of 200 MB; converted by torch, which wants a device
+    skipped = ("gpu-load-many", "gpu-load-dtype")  # of 200 MB; torch converts, which wants a device
     run_cases(tmp_path, [case.name for case in GPU_CASES if case.name not in skipped], ["ours", "link"])
 
 

@@ -227,24 +227,16 @@ std::span<ChunkToOpen> CudaCopier::chunks_to_open(const std::stop_token& stop) {
   return kernels_->chunks(use.buffer);
 }
 
-RoomForConversions CudaCopier::conversions() {
-  const unsigned buffer = in_use_.back().buffer;
-  const uint64_t part_nbytes = shared_.staging.nbytes / PinnedBuffers::kStreams;
-  return {shared_.staging.data + PinnedBuffers::stream_of(buffer) * part_nbytes,
-          shared_.converts->conversions(buffer)};
-}
-
-void CudaCopier::send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& work,
-                              const std::stop_token& stop) {
-  if (work.chunks == 0 && work.conversions == 0) return send(pieces, stop);
+void CudaCopier::send_to_open(std::span<const CopyPiece> pieces, size_t chunks,
+                              std::function<void(size_t)> refuse, const std::stop_token& stop) {
+  if (chunks == 0) return send(pieces, stop);
   Use& use = in_use_.back();
-  use.chunks = work.chunks;
-  use.refuse = work.refuse;
-  const Kernels& kernels = work.chunks > 0 ? *kernels_ : *shared_.converts;
-  const auto enqueue_work = [&](Stream stream, const CopyWithTables& copy) {
-    kernels.enqueue(stream, use.buffer, work, copy);
+  use.chunks = chunks;
+  use.refuse = std::move(refuse);
+  const auto enqueue_all = [&](Stream stream, const CopyWithTables& copy) {
+    kernels_->enqueue(stream, use.buffer, chunks, copy);
   };
-  enqueue(pieces, Direction::to_device, enqueue_work, stop);
+  enqueue(pieces, Direction::to_device, enqueue_all, stop);
 }
 
 void CudaCopier::begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) {

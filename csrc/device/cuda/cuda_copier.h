@@ -22,12 +22,8 @@ struct CopierState {
   const std::shared_ptr<PinnedBuffers> buffers;
   const Context context;
   const OpenOnDevice open_on_device;
-  // One part for each stream of the device: what is there is converted before the stream brings
-  // more.
-  TensorMemory staging;
-  const Kernels* converts = nullptr;  // set iff there is staging memory
-  Event fence = nullptr;              // copies wait for its latest record
-  std::atomic<uint64_t> fences{0};    // how often it was recorded
+  Event fence = nullptr;            // copies wait for its latest record
+  std::atomic<uint64_t> fences{0};  // how often it was recorded
   std::atomic<bool> cancelled{false};
   Mutex mutex;
   CondVar changed;
@@ -47,9 +43,8 @@ class CudaCopier final : public Copier {
   void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
   size_t most_chunks_to_open(const std::stop_token& stop) override;
   std::span<ChunkToOpen> chunks_to_open(const std::stop_token& stop) override;
-  RoomForConversions conversions() override;
-  void send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& work,
-                    const std::stop_token& stop) override;
+  void send_to_open(std::span<const CopyPiece> pieces, size_t chunks,
+                    std::function<void(size_t)> refuse, const std::stop_token& stop) override;
   void begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
   void end_fetch(const std::stop_token& stop) override;
   void finish(const std::stop_token& stop) override;

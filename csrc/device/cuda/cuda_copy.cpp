@@ -4,8 +4,6 @@
 
 #include <set>
 
-#include "core/checked_math.h"
-#include "core/pages.h"
 #include "device/cuda/cuda_copier.h"
 
 namespace tensorizer::device::cuda {
@@ -49,10 +47,6 @@ CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
 
 std::string CudaCopyEngine::why_not_opened(const std::stop_token& stop) {
   if (state().open_on_device == OpenOnDevice::never) return "it was not asked for";
-  return why_not_converted(stop);
-}
-
-std::string CudaCopyEngine::why_not_converted(const std::stop_token& stop) {
   try {
     state().buffers->kernels(stop);
     return {};
@@ -82,26 +76,6 @@ CopierState& CudaCopyEngine::state() const {
 }
 
 uint64_t CudaCopyEngine::buffer_nbytes() const noexcept { return state_->buffers->nbytes(); }
-
-// Of each stream, a buffer's bytes and what aligns the pieces.
-uint64_t CudaCopyEngine::staging_nbytes() const noexcept {
-  const uint64_t part = buffer_nbytes() + kMostConversions * kStagingAlignment;
-  return PinnedBuffers::kStreams * align_up(part, kPageNbytes);
-}
-
-void CudaCopyEngine::use_staging(const TensorMemory& memory) {
-  CopierState& state = this->state();
-  const Kernels* const kernels = naming(state.device, [&] { return state.buffers->kernels_now(); });
-  if (!kernels) throw Error(Errc::device, state.device.label() + ": it has no kernels yet");
-  state.converts = kernels;
-  state.staging = memory;
-}
-
-DeviceRange CudaCopyEngine::staging() const noexcept {
-  return {state_->staging.data, state_->staging.nbytes};
-}
-
-void CudaCopyEngine::free_staging() noexcept { state_->staging = {}; }
 
 std::string CudaCopyEngine::found_wrong() const {
   Device& device = state().device;

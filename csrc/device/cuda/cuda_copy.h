@@ -45,11 +45,6 @@ class CudaCopyEngine final : public CopyEngine {
   bool is_ready() const noexcept override;
   void order_after_caller() override;
   std::unique_ptr<Copier> make_copier(bool secret) override;
-  uint64_t staging_nbytes() const noexcept override;
-  // Throws Error(device) where why_not_converted() says why.
-  void use_staging(const TensorMemory& memory) override;
-  DeviceRange staging() const noexcept override;
-  void free_staging() noexcept override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;
 
   // Every wait of its copiers ends in Error(cancelled) from now on. Does not wait for them.
@@ -60,8 +55,6 @@ class CudaCopyEngine final : public CopyEngine {
   // Why the host opens chunks; empty where the device does. Waits for the kernels, which are made
   // if nobody has yet. Throws Error(cancelled).
   std::string why_not_opened(const std::stop_token& stop);
-  // Why torch converts; empty where the device does. Waits as why_not_opened() does.
-  std::string why_not_converted(const std::stop_token& stop);
 
   // What the device's kernels gave wrong when they were tested; empty where they did not, or were
   // not tested.

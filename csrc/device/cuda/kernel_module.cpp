@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "device/cuda/kernels/convert.h"
 #include "device/cuda/kernels/secretbox.h"
 
 namespace tensorizer::device::cuda {
@@ -20,7 +19,6 @@ constexpr char kText[] =
     ;
 
 constexpr uint64_t kLeastChunkNbytes = 64 * 1024;
-constexpr uint64_t kLeastElementNbytes = 2;
 
 bool has_functions(const Driver& driver) noexcept {
   return driver.cuModuleLoadData && driver.cuModuleGetFunction && driver.cuModuleUnload &&
@@ -58,7 +56,6 @@ void Kernels::load() {
   };
   find(mac_, "tz_mac");
   find(open_, "tz_open");
-  find(convert_, "tz_convert");
 }
 
 void Kernels::reserve() {
@@ -84,11 +81,6 @@ std::span<ChunkToOpen> Kernels::chunks(unsigned buffer) const noexcept {
   return {area(buffer).chunks(), room_};
 }
 
-std::span<PieceToConvert> Kernels::conversions(unsigned buffer) const noexcept {
-  const Area area = this->area(buffer);
-  return {reinterpret_cast<PieceToConvert*>(area.host + area.conversions_at()), area.conversions};
-}
-
 void Kernels::launch(Function function, unsigned blocks, Stream stream, void** parameters) const {
   check(driver_,
         driver_.cuLaunchKernel(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters,
@@ -96,41 +88,20 @@ void Kernels::launch(Function function, unsigned blocks, Stream stream, void** p
         "starting a kernel");
 }
 
-// Calls enqueue(), and zeroes the stretch of an area on the device behind it, where that fails too.
-template <class Fn>
-void Kernels::enqueue_and_clear(Stream stream, DevicePointer from, size_t nbytes,
-                                Fn&& enqueue) const {
-  try {
-    enqueue();
-  } catch (...) {
-    static_cast<void>(driver_.cuMemsetD8Async(from, 0, nbytes, stream));
-    throw;
-  }
-  check(driver_, driver_.cuMemsetD8Async(from, 0, nbytes, stream),
-        "wiping memory of the CUDA device");
-}
-
-void Kernels::enqueue(Stream stream, unsigned buffer, const WorkOnDevice& work,
+void Kernels::enqueue(Stream stream, unsigned buffer, size_t count,
                       const CopyWithTables& copy) const {
   const Area area = this->area(buffer);
-  std::vector<Copy> tables;
-  uint32_t segments = 0, blocks = 0;
-  if (work.chunks > 0) {
-    segments = number_segments(area, work.chunks);
-    tables.push_back(chunk_table(area, work.chunks, segments));
+  const uint32_t segments = number_segments(area, count);
+  const Copy table = chunk_table(area, count, segments);
+  const auto clear = [&] { return driver_.cuMemsetD8Async(area.device, 0, area.nbytes(), stream); };
+  try {
+    copy({&table, 1});
+    enqueue_open(stream, area, count, segments);
+  } catch (...) {
+    static_cast<void>(clear());
+    throw;
   }
-  if (work.conversions > 0) blocks = number_blocks(buffer, work.conversions);
-  if (blocks > 0)
-    tables.push_back({area.host + area.conversions_at(), area.device + area.conversions_at(),
-                      work.conversions * sizeof(PieceToConvert) + blocks * sizeof(uint32_t)});
-  if (tables.empty()) return copy({});
-  const size_t from = work.chunks > 0 ? 0 : area.conversions_at();
-  const size_t to = area.conversions_at() + (blocks > 0 ? tables.back().nbytes : 0);
-  enqueue_and_clear(stream, area.device + from, to - from, [&] {
-    copy(tables);
-    if (segments > 0) enqueue_open(stream, area, work.chunks, segments);
-    if (blocks > 0) enqueue_convert(stream, area, work.conversions, blocks);
-  });
+  check(driver_, clear(), "wiping memory of the CUDA device");
 }
 
 // --- opening chunks ------------------------------------------------------------------------------
@@ -174,34 +145,6 @@ void Kernels::enqueue_open(Stream stream, const Area& area, size_t count, uint32
       "copying from the CUDA device");
 }
 
-// --- converting ----------------------------------------------------------------------------------
-
-// Fills in which thread blocks are whose; how many there are.
-uint32_t Kernels::number_blocks(unsigned buffer, size_t count) const {
-  const Area area = this->area(buffer);
-  const std::span<PieceToConvert> pieces = conversions(buffer).first(count);
-  auto* const piece_of =
-      reinterpret_cast<uint32_t*>(area.host + area.conversions_at() + pieces.size_bytes());
-  uint32_t blocks = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint64_t needed = (pieces[i].count + kConvertedAtOnce - 1) / kConvertedAtOnce;
-    if (needed > area.thread_blocks - blocks)
-      throw Error(Errc::invalid_argument, "more to convert than a staging buffer holds");
-    pieces[i].first_block = blocks;
-    std::fill_n(piece_of + blocks, needed, i);
-    blocks += static_cast<uint32_t>(needed);
-  }
-  return blocks;
-}
-
-void Kernels::enqueue_convert(Stream stream, const Area& area, size_t count,
-                              uint32_t blocks) const {
-  DevicePointer pieces_there = area.device + area.conversions_at();
-  DevicePointer piece_of_there = pieces_there + count * sizeof(PieceToConvert);
-  void* parameters[] = {&pieces_there, &piece_of_there};
-  launch(convert_, blocks, stream, parameters);
-}
-
 // --- the end of a buffer's use -------------------------------------------------------------------
 
 std::optional<Kernels::Refused> Kernels::first_refused(unsigned buffer,
@@ -239,10 +182,8 @@ class SerialBlock {
 constexpr size_t kTestNbytes = 201'074;  // two segments and an odd end
 constexpr size_t kTestRoom = 201'088;    // the next multiple of 16
 constexpr size_t kTestChunks = 4;        // genuine; a wrong MAC; a wrong first byte, last byte
-constexpr size_t kTestValues = 1024;
-constexpr uint32_t kTypes = 4;
 
-// Bytes with no pattern; every value of each type comes up.
+// Bytes with no pattern.
 void fill_with_bytes(std::span<std::byte> bytes) noexcept {
   uint64_t state = 0x9e3779b97f4a7c15;
   for (std::byte& byte : bytes) {
@@ -290,13 +231,9 @@ class SelfTest {
   }
 
  private:
-  static constexpr size_t kValuesAt = kTestChunks * kTestRoom;
-  static constexpr size_t kConvertedAt = kValuesAt + 8 * kTestValues;
-  static constexpr size_t kPiecesAt = kConvertedAt + kTypes * kTypes * 8 * kTestValues;
-  static constexpr size_t kTableAt = kPiecesAt + kTypes * kTypes * sizeof(PieceToConvert);
-  static constexpr size_t kAreaAt = kTableAt + kTypes * kTypes * sizeof(uint32_t);
+  static constexpr size_t kAreaAt = kTestChunks * kTestRoom;
   static constexpr size_t kNbytes = kAreaAt + 16 * 1024;
-  static_assert(kPiecesAt % 8 == 0 && kAreaAt % 8 == 0);
+  static_assert(kAreaAt % 8 == 0);
 
   std::byte* bytes() const noexcept { return static_cast<std::byte*>(host_); }
   Kernels::Area area() const noexcept {
@@ -312,7 +249,7 @@ class SelfTest {
     if (host_) static_cast<void>(driver_.cuMemFreeHost(host_));
   }
 
-  // Descriptors and pieces with the addresses of that memory.
+  // Descriptors with the addresses of that memory.
   ChunkToOpen chunk_at(size_t i, uint64_t base) const noexcept {
     ChunkToOpen chunk{};
     chunk.address = base + i * kTestRoom;
@@ -329,33 +266,18 @@ class SelfTest {
                 {{first & kClamp[0], second & kClamp[1], third & kClamp[2], fourth & kClamp[3]}});
     return chunk;
   }
-  PieceToConvert piece_at(uint32_t i, uint64_t base) const noexcept {
-    return {base + kValuesAt,
-            base + kConvertedAt + i * 8 * kTestValues,
-            kTestValues,
-            i / kTypes,
-            i % kTypes,
-            i,
-            0};
-  }
 
   void prepare() {
     ::memset(host_, 0, kNbytes);
     fill_with_bytes({bytes(), kTestNbytes});
-    fill_with_bytes({bytes() + kValuesAt, 8 * kTestValues});
     for (size_t i = 1; i < kTestChunks; ++i)
       ::memcpy(bytes() + i * kTestRoom, bytes(), kTestNbytes);
     bytes()[2 * kTestRoom] ^= std::byte{1};
     bytes()[3 * kTestRoom + kTestNbytes - 1] ^= std::byte{0x80};
-    for (uint32_t i = 0; i < kTypes * kTypes; ++i) {
-      const PieceToConvert piece = piece_at(i, device_);
-      ::memcpy(bytes() + kPiecesAt + i * sizeof piece, &piece, sizeof piece);
-      ::memcpy(bytes() + kTableAt + i * sizeof i, &i, sizeof i);
-    }
   }
 
   void expect_on_host() {
-    expected_.assign(bytes(), bytes() + kPiecesAt);
+    expected_.assign(bytes(), bytes() + kAreaAt);
     const auto base = reinterpret_cast<uintptr_t>(expected_.data());
     ChunkToOpen genuine = chunk_at(0, base);
     constexpr uint32_t kChunkOf[] = {0, 0};
@@ -373,14 +295,6 @@ class SelfTest {
       OpenShared shared;
       open_kernel(block, shared, &genuine, kChunkOf, partial, &verdict);
     }
-    for (uint32_t i = 0; i < kTypes * kTypes; ++i) {
-      const PieceToConvert piece = piece_at(i, base);
-      PieceToConvert alone = piece;
-      alone.first_block = 0;
-      constexpr uint32_t kPieceOf[] = {0};
-      SerialBlock block(0);
-      convert_kernel(block, &alone, kPieceOf);
-    }
     for (size_t i = 0; i < kTestChunks; ++i) {
       area().chunks()[i] = chunk_at(i, device_);
       ::memcpy(area().chunks()[i].mac, mac.word, sizeof genuine.mac);
@@ -396,11 +310,7 @@ class SelfTest {
     check(driver_, driver_.cuMemcpyHtoDAsync(chunks.device, chunks.host, chunks.nbytes, stream_),
           "copying to the CUDA device");
     kernels_.enqueue_open(stream_, area(), kTestChunks, segments);
-    DevicePointer pieces = device_ + kPiecesAt;
-    DevicePointer table = device_ + kTableAt;
-    void* parameters[] = {&pieces, &table};
-    kernels_.launch(kernels_.convert_, kTypes * kTypes, stream_, parameters);
-    check(driver_, driver_.cuMemcpyDtoHAsync(host_, device_, kPiecesAt, stream_),
+    check(driver_, driver_.cuMemcpyDtoHAsync(host_, device_, kAreaAt, stream_),
           "copying from the CUDA device");
   }
 
@@ -424,9 +334,7 @@ Kernels::Kernels(const Driver& driver, SelfTestRecord& tested, unsigned buffers,
                  uint64_t buffer_nbytes)
     : driver_(driver),
       buffers_(buffers),
-      room_(std::max<size_t>(1, static_cast<size_t>(buffer_nbytes / kLeastChunkNbytes))),
-      thread_blocks_(kMostConversions +
-                     static_cast<size_t>(buffer_nbytes / kLeastElementNbytes / kConvertedAtOnce)) {
+      room_(std::max<size_t>(1, static_cast<size_t>(buffer_nbytes / kLeastChunkNbytes))) {
   if (!has_functions(driver))
     throw Error(Errc::device, "the CUDA driver has no functions that load kernels");
   if (const std::string wrong = tested.wrong().value_or(""); !wrong.empty())

@@ -1,6 +1,5 @@
 // The kernels of one device, and for each staging buffer what they are told: an area of pinned
-// memory that a worker fills and one on the device that it is copied to: the chunks to open, the
-// pieces to convert.
+// memory that a worker fills and one on the device that it is copied to.
 //
 // The kernels are the text that scripts/kernels.py made, compiled by the driver when this is made.
 // They are used only once they have given on this device what the same source gives on the host:
@@ -19,7 +18,6 @@
 
 #include "core/sync.h"
 #include "device/chunk_to_open.h"
-#include "device/copy_engine.h"
 #include "device/cuda/copy_stream.h"
 #include "device/cuda/driver.h"
 
@@ -52,16 +50,13 @@ class Kernels {
 
   // Chunks that one buffer has room for.
   size_t room() const noexcept { return room_; }
-  // To be filled; first_segment and first_block are left to enqueue().
+  // To be filled; first_segment is left to enqueue().
   std::span<ChunkToOpen> chunks(unsigned buffer) const noexcept;
-  std::span<PieceToConvert> conversions(unsigned buffer) const noexcept;
 
-  // Enqueues the copies of a buffer by `copy`, all that opens the first `work.chunks` chunks, the
-  // conversion of the first `work.conversions` pieces, and the zeroing of the device's area. Throws
-  // Error(device), the zeroing enqueued where the driver still takes it; Error(invalid_argument)
-  // for more segments or thread blocks than fit.
-  void enqueue(Stream stream, unsigned buffer, const WorkOnDevice& work,
-               const CopyWithTables& copy) const;
+  // Enqueues the copies of a buffer by `copy`, all that opens its first `count` chunks, and the
+  // zeroing of the device's area. Throws Error(device), the zeroing enqueued where the driver still
+  // takes it; Error(invalid_argument) for more segments than fit.
+  void enqueue(Stream stream, unsigned buffer, size_t count, const CopyWithTables& copy) const;
 
   struct Refused {
     size_t chunk;
@@ -76,23 +71,16 @@ class Kernels {
   friend class SelfTest;
 
   // The chunks and then, behind the last one that is used, the chunk of each segment; verdicts and
-  // partial sums have places of their own, as have the pieces to convert with the piece of each
-  // thread block behind them. Offsets in an area.
+  // partial sums have places of their own. Offsets in an area.
   struct Area {
     std::byte* host;
     DevicePointer device;
-    size_t room;               // for chunks, and for segments
-    size_t conversions = 0;    // pieces
-    size_t thread_blocks = 0;  // that convert
+    size_t room;  // for chunks, and for segments
 
     size_t verdicts_at() const noexcept { return room * (sizeof(ChunkToOpen) + sizeof(uint32_t)); }
     size_t partial_at() const noexcept { return verdicts_at() + room * sizeof(uint32_t); }
-    size_t conversions_at() const noexcept {
-      return (partial_at() + room * kPartialWords * sizeof(uint32_t) + 7) / 8 * 8;
-    }
     size_t nbytes() const noexcept {
-      return conversions_at() + conversions * sizeof(PieceToConvert) +
-             thread_blocks * sizeof(uint32_t);
+      return partial_at() + room * kPartialWords * sizeof(uint32_t);
     }
     ChunkToOpen* chunks() const noexcept { return reinterpret_cast<ChunkToOpen*>(host); }
     uint32_t* verdicts() const noexcept {
@@ -100,7 +88,7 @@ class Kernels {
     }
   };
 
-  Area layout() const noexcept { return {nullptr, 0, room_, kMostConversions, thread_blocks_}; }
+  Area layout() const noexcept { return {nullptr, 0, room_}; }
   size_t stride() const noexcept { return (layout().nbytes() + 7) / 8 * 8; }
   Area area(unsigned buffer) const noexcept;
   void load();
@@ -109,21 +97,15 @@ class Kernels {
   void release() noexcept;
   void launch(Function function, unsigned blocks, Stream stream, void** parameters) const;
   static uint32_t number_segments(const Area& area, size_t count);
-  uint32_t number_blocks(unsigned buffer, size_t count) const;
   static Copy chunk_table(const Area& area, size_t count, uint32_t segments) noexcept;
   void enqueue_open(Stream stream, const Area& area, size_t count, uint32_t segments) const;
-  void enqueue_convert(Stream stream, const Area& area, size_t count, uint32_t blocks) const;
-  template <class Fn>
-  void enqueue_and_clear(Stream stream, DevicePointer from, size_t nbytes, Fn&& enqueue) const;
 
   const Driver& driver_;
   const unsigned buffers_;
-  const size_t room_;           // chunks of a buffer
-  const size_t thread_blocks_;  // that convert a buffer
+  const size_t room_;  // chunks of a buffer
   Module module_ = nullptr;
   Function mac_ = nullptr;
   Function open_ = nullptr;
-  Function convert_ = nullptr;
   void* host_ = nullptr;
   DevicePointer device_ = 0;
 };

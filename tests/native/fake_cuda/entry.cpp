@@ -603,28 +603,14 @@ struct PlannedKernel {
                     uint32_t{tensorizer::device::kVerdictGenuine});
       return;
     }
-    const auto* const part_of = reinterpret_cast<const uint32_t*>(parameters[1]);
-    if (name == "tz_convert") {
-      run_with<tensorizer::device::PieceToConvert>(part_of, [](auto& piece) {
-        const auto nbytes = [&](uint32_t type) { return piece.count << (type / 2 + 1); };
-        piece.source = bytes_at(piece.source, nbytes(piece.from == 3 ? 4 : piece.from));
-        piece.destination = bytes_at(piece.destination, nbytes(piece.to == 3 ? 4 : piece.to));
-      });
-    } else {
-      run_with<tensorizer::device::ChunkToOpen>(
-          part_of, [](auto& chunk) { chunk.address = bytes_at(chunk.address, chunk.nbytes); });
-    }
-  }
-
- private:
-  // With copies of the parts that the kernel is told of, whose addresses `locate` makes the host's.
-  template <class Part, class Locate>
-  void run_with(const uint32_t* part_of, Locate locate_part) {
-    const auto* const given = reinterpret_cast<const Part*>(parameters[0]);
-    const uint32_t count = *std::max_element(part_of, part_of + blocks) + 1;
-    std::vector<Part> parts(given, given + count);
-    for (Part& part : parts) locate_part(part);
-    uint64_t first = reinterpret_cast<uint64_t>(parts.data());
+    // With copies of the chunks that the kernel is told of, whose addresses are made the host's.
+    using tensorizer::device::ChunkToOpen;
+    const auto* const chunk_of = reinterpret_cast<const uint32_t*>(parameters[1]);
+    const auto* const given = reinterpret_cast<const ChunkToOpen*>(parameters[0]);
+    const uint32_t count = *std::max_element(chunk_of, chunk_of + blocks) + 1;
+    std::vector<ChunkToOpen> chunks(given, given + count);
+    for (ChunkToOpen& chunk : chunks) chunk.address = bytes_at(chunk.address, chunk.nbytes);
+    uint64_t first = reinterpret_cast<uint64_t>(chunks.data());
     std::vector<void*> pointers = {&first};
     for (size_t i = 1; i < parameters.size(); ++i) pointers.push_back(&parameters[i]);
     if (host_kernel_run(name.c_str(), blocks, pointers.data(), HOST_SHUFFLED, seed) != 0)
@@ -645,21 +631,17 @@ API CUresult cuLaunchKernel(FunctionTag* function, unsigned x, unsigned y, unsig
       shared != 0 || extra)
     return kInvalidValue;
   const auto kept = stream_of(stream, false);
-  const size_t count = function->name == "tz_convert" ? 2 : function->name == "tz_mac" ? 3 : 4;
+  const size_t count = function->name == "tz_mac" ? 3 : 4;
   PlannedKernel kernel{function->name, x, {}, model().random()};
   for (size_t i = 0; i < count; ++i) {
     auto* const address = *static_cast<std::byte**>(parameters[i]);
     // What follows the first word is known to the kernel alone.
     kernel.parameters.push_back(
         reinterpret_cast<uint64_t>(locate(address, 4, *kept, true, i >= 2)));
-    if (count > 2) model().control.insert(model().find(model().device_blocks, address, 4)->address);
+    model().control.insert(model().find(model().device_blocks, address, 4)->address);
   }
-  // Each thread block of the cipher takes 128 KiB; its first pass is paid for with its second one.
-  // One that converts takes 4096 elements.
-  constexpr uint64_t kSegmentNbytes = 128 << 10, kConvertedNbytes = 16 << 10;
-  const uint64_t nbytes = function->name == "tz_open"      ? x * kSegmentNbytes
-                          : function->name == "tz_convert" ? x * kConvertedNbytes
-                                                           : 0;
+  // Each thread block takes 128 KiB; the first pass is paid for with the second one.
+  const uint64_t nbytes = function->name == "tz_open" ? x * (uint64_t{128} << 10) : 0;
   model().enqueue(kept, {[kernel]() mutable { kernel.run(); }, {}, {Engine::kernel, nbytes, 1}});
   return 0;
 }

@@ -1,11 +1,9 @@
 // The kernels' entries. Compiled by scripts/kernels.py to kernels.ptx, which is committed; a build
 // of the extension does not read this file.
-#include "device/cuda/kernels/convert.h"
 #include "device/cuda/kernels/secretbox.h"
 
 namespace cuda = tensorizer::device::cuda;
 using tensorizer::device::ChunkToOpen;
-using tensorizer::device::PieceToConvert;
 
 extern "C" __global__ void __launch_bounds__(cuda::kThreads)
     tz_mac(const ChunkToOpen* chunks, const uint32_t* chunk_of, uint32_t* partial) {
@@ -20,10 +18,4 @@ extern "C" __global__ void __launch_bounds__(cuda::kThreads)
   __shared__ cuda::OpenShared shared;
   cuda::DeviceBlock block;
   cuda::open_kernel(block, shared, chunks, chunk_of, partial, verdict);
-}
-
-extern "C" __global__ void __launch_bounds__(cuda::kThreads)
-    tz_convert(const PieceToConvert* pieces, const uint32_t* piece_of) {
-  cuda::DeviceBlock block;
-  cuda::convert_kernel(block, pieces, piece_of);
 }

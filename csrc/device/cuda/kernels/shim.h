@@ -1,5 +1,5 @@
 // What the kernels are written in: one source for the device and for the host, where tests compare
-// it with libsodium and torch.
+// it with libsodium.
 //
 // A kernel is a template over a Block. `block.each(f)` calls f(t) for each of the 256 threads, and
 // `block.sync()` must lie between two of them. A variable that lives across a sync is in shared
@@ -52,33 +52,6 @@ TENSORIZER_KERNEL void store_words(unsigned char* to, const Words& words) {
   TENSORIZER_KERNEL_ASSERT(reinterpret_cast<uintptr_t>(to) % 16 == 0);
   std::memcpy(to, &words, sizeof words);
 #endif
-}
-
-// One element, in one access where it is aligned: the device has no unaligned ones.
-template <class T>
-TENSORIZER_KERNEL T load_element(const unsigned char* from, bool aligned) {
-#if defined(__CUDACC__)
-  if (aligned) return *reinterpret_cast<const T*>(from);
-#else
-  TENSORIZER_KERNEL_ASSERT(!aligned || reinterpret_cast<uintptr_t>(from) % sizeof(T) == 0);
-#endif
-  T value = 0;
-  for (unsigned i = 0; i < sizeof(T); ++i)
-    value = static_cast<T>(value | static_cast<T>(static_cast<T>(from[i]) << (8 * i)));
-  return value;
-}
-
-template <class T>
-TENSORIZER_KERNEL void store_element(unsigned char* to, T value, bool aligned) {
-#if defined(__CUDACC__)
-  if (aligned) {
-    *reinterpret_cast<T*>(to) = value;
-    return;
-  }
-#else
-  TENSORIZER_KERNEL_ASSERT(!aligned || reinterpret_cast<uintptr_t>(to) % sizeof(T) == 0);
-#endif
-  for (unsigned i = 0; i < sizeof(T); ++i) to[i] = static_cast<unsigned char>(value >> (8 * i));
 }
 
 #if defined(__CUDACC__)
