@@ -21,6 +21,7 @@ from tensorizer._load.arguments import DeviceArgument, check_filter, target_devi
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.reader import ReadOptions
 from tensorizer._system import checks
+from tensorizer._system.sizes import counted, size_text
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
@@ -178,15 +179,21 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             return f"<{type(self).__name__}: not open>"
         device = file.options.device if isinstance(file.options.device, torch.device) else "per tensor"
         return (
-            f"<{type(self).__name__}: {len(file.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
+            f"<{type(self).__name__}: {counted(len(file.selection), 'tensor')}, {size_text(self.total_tensor_bytes)}, "
             f"{file.kind_text}, device {device}, {len(file.kept)} loaded, {'closed' if file.closed else 'open'}>"
         )
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: a table of the tensors, from the index only."""
-        from tensorizer._format.table import entries_table
+        from tensorizer._format.dtype_names import dtype_text
+        from tensorizer._format.table import Row, tensors_table
 
-        return entries_table(repr(self)[1:-1], self.entries())
+        def row(entry: TensorEntry) -> Row:
+            digests = " ".join(f"{digest.type.name}:{digest.hash.hex()[:8]}" for digest in entry.hashes or ())
+            kind, dtype = entry.type.kind, dtype_text(entry.dtype)
+            return Row(entry.name, kind, dtype, entry.shape, entry.deserialized_length, digests)
+
+        return tensors_table(repr(self)[1:-1], list(map(row, self.entries())))
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,8 @@ def open_once(source: Any, access: Access, *, twice: bool) -> OpenFile:
     reads it twice, and if the server knows no ranges. Where the temporary folder has no room for it, it is read as it
     is. The reads of a copy in the cache of the node need none.
     """
-    from tensorizer._load.open_file import WHOLE, chooser, file_of
+    from tensorizer._load.open_file import WHOLE, file_of
+    from tensorizer._load.open_index import chooser
 
     opened = open_files(source, access.stream_options, chooser(access))
     try:

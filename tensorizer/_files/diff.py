@@ -33,7 +33,7 @@ class Change(NamedTuple):
     """Largest difference of two elements relative to the second."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiffReport:
     """What differs between two files. It is true if nothing does."""
 
@@ -55,6 +55,14 @@ class DiffReport:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def __repr__(self) -> str:
+        return f"<DiffReport: {self.a} and {self.b}: {self.counts()}>"
+
+    def counts(self) -> str:
+        """How many tensors were removed, added, changed, and are equal, for people."""
+        counts = {"removed": self.removed, "added": self.added, "changed": self.changed}
+        return ", ".join([*(f"{len(names):,} {what}" for what, names in counts.items()), f"{self.same:,} equal"])
 
 
 def diff(

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._files.contents import pickled_files
-from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access
-from tensorizer._load.open_file import open_whole
-
-_KINDS = {TensorType.PARAM: "parameter", TensorType.BUFFER: "buffer", TensorType.STATE_DICT: "state_dict"}
+from tensorizer._load.open_index import open_index
+from tensorizer._system.sizes import counted, size_text
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class TensorInfo:
     """The shard that holds it; ``None`` in a single file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FileInfo:
     """A file of tensors, or the shards of a model, as the index describes it."""
 
@@ -71,6 +68,27 @@ class FileInfo:
         """Bytes of all tensors once loaded."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def __repr__(self) -> str:
+        return f"<FileInfo: {self.source}: {', '.join(self.facts())}>"
+
+    def facts(self) -> list[str]:
+        """What it is, and how large, for people."""
+        facts = [f".{self.format}" if self.version is None else f".{self.format}, data version {self.version}"]
+        if self.encrypted:
+            facts.append("encrypted")
+        facts += [counted(len(self.tensors), "tensor"), f"{size_text(self.tensor_nbytes)} of tensors"]
+        if self.file_nbytes is not None:
+            where = counted(len(self.files), "shard") if self.files else "the file"
+            facts.append(f"{size_text(self.file_nbytes)} in {where}")
+        return facts
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: totals, and a table of the tensors."""
+        from tensorizer._format.table import Row, tensors_table
+
+        rows = [Row(one.name, one.kind, one.dtype, one.shape, one.nbytes) for one in self.tensors]
+        return tensors_table(repr(self)[1:-1], rows)
+
 
 def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) -> FileInfo:
     """Describes a file without reading a payload, and without the key of an encrypted one.
@@ -86,13 +104,13 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
     """
-    with open_whole(source, Access(stream_options=stream_options)) as file:
+    with open_index(source, Access(stream_options=stream_options)) as file:
         index = file.index
         file.read_dtypes(file.stored)
         tensors = tuple(
             TensorInfo(
                 file.names[i],
-                _KINDS[file.type(i)],
+                file.type(i).kind,
                 file.dtype_text(i),
                 index.shape(i),
                 index.loaded_nbytes(i),
@@ -121,7 +139,9 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
 
 def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
     """Whether reading payloads of a file needs a key."""
+    from tensorizer._files.contents import pickled_files  # which needs torch
+
     if pickled_files(source):
         return False
-    with open_whole(source, Access(stream_options=stream_options)) as file:
+    with open_index(source, Access(stream_options=stream_options)) as file:
         return bool(file.index.encrypted)

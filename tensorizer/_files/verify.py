@@ -29,7 +29,7 @@ class Mismatch(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """What was checked, and the result. It is true if everything was checked and nothing is wrong."""
 
@@ -69,6 +69,20 @@ class VerifyReport:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def __repr__(self) -> str:
+        return f"<VerifyReport: {self.source}: {'ok' if self.ok else 'FAILED'}: {self.counts()}>"
+
+    def counts(self) -> str:
+        """What was found, for people: how many tensors match their digests, and the first that does not."""
+        parts = [f"{len(self.verified):,} verified"]
+        if self.mismatched:
+            parts.append(f"{len(self.mismatched):,} do not match (first: {name_text(self.mismatched[0].name)})")
+        if self.index_matches is False:
+            parts.append("the index does not match its digest")
+        if self.unverified:
+            parts.append(f"{len(self.unverified):,} without a digest")
+        return ", ".join(parts)
 
 
 def verify(
@@ -220,15 +234,3 @@ def sha256_of_hub_file(uri: str) -> str:
     if not _SHA256.match(etag):
         raise FormatError(f"{shown_uri(uri)}: the hub states no SHA-256 for it")
     return etag
-
-
-def describe(report: VerifyReport) -> str:
-    """One line for people."""
-    parts = [f"{len(report.verified):,} verified"]
-    if report.mismatched:
-        parts.append(f"{len(report.mismatched):,} do not match (first: {name_text(report.mismatched[0].name)})")
-    if report.index_matches is False:
-        parts.append("the index does not match its digest")
-    if report.unverified:
-        parts.append(f"{len(report.unverified):,} without a digest")
-    return ", ".join(parts)

@@ -9,29 +9,11 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
+from tensorizer._format.dtype_names import NUMPY_NAMES, OPAQUE_SEPARATOR
 from tensorizer.errors import FormatError
 
-OPAQUE_SEPARATOR = "\0"
-
-# torch dtypes with a numpy counterpart, by what numpy calls them
-_NUMPY_NAMES = {
-    "|u1": "uint8",
-    "|i1": "int8",
-    "<i2": "int16",
-    "<i4": "int32",
-    "<i8": "int64",
-    "<u2": "uint16",
-    "<u4": "uint32",
-    "<u8": "uint64",
-    "<f2": "float16",
-    "<f4": "float32",
-    "<f8": "float64",
-    "<c8": "complex64",
-    "<c16": "complex128",
-    "|b1": "bool",
-}
 _STORED_TO_TORCH: dict[str, torch.dtype] = {
-    stored: getattr(torch, name) for stored, name in _NUMPY_NAMES.items() if hasattr(torch, name)
+    stored: getattr(torch, name) for stored, name in NUMPY_NAMES.items() if hasattr(torch, name)
 }  # uint16/32/64 came with torch 2.3
 _TORCH_TO_STORED = {dtype: stored for stored, dtype in _STORED_TO_TORCH.items()}
 _QUANTIZED = {
@@ -98,19 +80,6 @@ def known_dtype(stored: bytes) -> Optional[torch.dtype]:
         return torch_dtype(stored.decode("utf-8", "replace"))
     except FormatError:
         return None
-
-
-def lacks_name(shown: bytes) -> bool:
-    """Whether an index shows the width of elements and no more, so that only the record header names their dtype."""
-    return b"V" in shown and OPAQUE_SEPARATOR.encode() not in shown
-
-
-def dtype_text(stored: str) -> str:
-    """A stored dtype as torch calls it, without ``torch.``; as it is stored where this torch lacks it."""
-    try:
-        return str(torch_dtype(stored)).replace("torch.", "", 1)
-    except FormatError:
-        return stored.partition(OPAQUE_SEPARATOR)[2].replace("torch.", "", 1) or stored
 
 
 @functools.lru_cache(maxsize=256)

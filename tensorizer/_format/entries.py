@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from tensorizer._format import dtypes
+from tensorizer._format.dtype_names import OPAQUE_SEPARATOR
 from tensorizer._format.names import Name
 from tensorizer.errors import FormatError
 
@@ -22,6 +22,11 @@ class TensorType(enum.IntEnum):
     PARAM = 0
     BUFFER = 1
     STATE_DICT = 2
+
+    @property
+    def kind(self) -> str:
+        """For people and in reports: ``"parameter"``, ``"buffer"`` or ``"state_dict"``."""
+        return "parameter" if self is TensorType.PARAM else self.name.lower()
 
 
 class FileFeatureFlags(enum.IntFlag):
@@ -89,7 +94,7 @@ class TensorEntry:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        digits = self.dtype.partition(dtypes.OPAQUE_SEPARATOR)[0].lstrip("<>|=")[1:]
+        digits = self.dtype.partition(OPAQUE_SEPARATOR)[0].lstrip("<>|=")[1:]
         if not digits.isdigit():
             raise FormatError(f"tensor {self.name!r}: stored dtype {self.dtype!r} has no size")
         return int(digits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Optional, Union
 
@@ -33,6 +34,19 @@ def display(path: Path) -> str:
 def name_text(name: Name) -> str:
     """A name for people: the steps of a path joined by slashes."""
     return name if isinstance(name, str) else "/".join(map(str, name))
+
+
+def natural_key(name: Name) -> tuple[tuple[int, int, str], ...]:
+    """What sorts names as people count: ``layers.2`` before ``layers.10``."""
+    parts = re.split(r"([0-9]+)", name_text(name))
+    return tuple((0, int(part), part) if i % 2 else (1, 0, part) for i, part in enumerate(parts))
+
+
+def layer_of(name: Name) -> str:
+    """The part of a model that a tensor belongs to: its name up to the first number, else to the first dot."""
+    text = name_text(name).replace("/", ".").lstrip(".")
+    found = re.match(r"(?:[^.]+\.)*?[0-9]+(?=\.|\Z)", text)
+    return found[0] if found else text.partition(".")[0]
 
 
 def listed(names: Sequence[Name]) -> str:

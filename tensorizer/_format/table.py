@@ -1,21 +1,17 @@
-"""The table that Jupyter shows for a deserializer: what the index says, nothing loaded."""
+"""The table of tensors that Jupyter shows: what the index says, nothing loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Union
+from typing import NamedTuple, Union
 
-from tensorizer._format import dtypes
-from tensorizer._format.entries import TensorEntry, TensorType
-from tensorizer._format.names import path_of
-from tensorizer._system.sizes import convert_bytes
+from tensorizer._format.names import Name, layer_of, natural_key, path_of
+from tensorizer._system.sizes import counted, size_text
 
 # A notebook keeps what it shows: tens of thousands of rows would make it unusable.
 _MAX_ROWS = 500
-
-_COLUMNS = ("name", "kind", "dtype", "shape", "size", "hashes")
-_KINDS = {TensorType.PARAM: "parameter", TensorType.BUFFER: "buffer", TensorType.STATE_DICT: "state dict"}
+_MAX_OPEN_ROWS = 20  # a longer table is folded until somebody opens it
 
 # Sorts the rows by the clicked column, and the other way round on the next click. Works where the page allows scripts.
 _SORT = (
@@ -25,40 +21,85 @@ _SORT = (
 )
 
 
-def _cell(shown: str, value: Union[str, int]) -> str:
-    return f'<td style="text-align:left" data-v="{escape(str(value))}">{escape(shown)}</td>'
+class Row(NamedTuple):
+    """What is shown of one tensor."""
+
+    name: Name
+    kind: str
+    dtype: str
+    shape: Sequence[int]
+    nbytes: int
+    digests: str = ""  # of tensors that were read
 
 
-def _row(entry: TensorEntry) -> str:
-    name, dtype, kind = " / ".join(map(str, path_of(entry.name))), dtypes.dtype_text(entry.dtype), _KINDS[entry.type]
-    shape, nbytes = list(entry.shape), entry.deserialized_length
-    hashes = " ".join(f"{stored.type.name}:{stored.hash.hex()[:8]}" for stored in entry.hashes or ())
-    cells = [
-        _cell(name, name),
-        _cell(kind, kind),
-        _cell(dtype, dtype),
-        _cell(str(shape), str(shape)),
-        _cell(convert_bytes(nbytes, decimal=False), nbytes),
-        _cell(hashes or "–", hashes),
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
+_Cell = tuple[str, Union[str, int]]  # what is shown, and what it is sorted by
 
 
-def entries_table(title: str, entries: Sequence[TensorEntry]) -> str:
-    """An HTML table of entries.
+def tensors_table(title: str, rows: Sequence[Row]) -> str:
+    """HTML for tensors: totals by dtype and by layer, and a table with a row for each, in the natural order of names.
+
+    Columns in which all rows have the same are left out. A long table is folded.
 
     Args:
         title: Text above the table.
-        entries: What to show; the first 500 in full, the others as a number. Digests are known of tensors that were
-            read; the others show a dash.
+        rows: What to show; the first 500 in full, the others as a number.
     """
-    heads = "".join(
-        f'<th style="text-align:left;cursor:pointer" onclick="{escape(_SORT)}">{column} ⇅</th>' for column in _COLUMNS
-    )
-    rows = "".join(map(_row, entries[:_MAX_ROWS]))
-    left_out = len(entries) - _MAX_ROWS
+    ordered = sorted(rows, key=lambda row: natural_key(row.name))
+    columns: dict[str, Callable[[Row], _Cell]] = {"name": _name_cell}
+    facts: dict[str, Callable[[Row], str]] = {
+        "kind": lambda row: row.kind,
+        "dtype": lambda row: row.dtype,
+        "hashes": lambda row: row.digests,
+    }
+    told = {name: lambda row, fact=fact: (fact(row) or "–", fact(row)) for name, fact in facts.items()}
+    varies = {name: len({fact(row) for row in rows}) > 1 for name, fact in facts.items()}
+    columns.update({name: told[name] for name in ("kind", "dtype") if varies[name]})
+    columns["shape"] = lambda row: (str(list(row.shape)), str(list(row.shape)))
+    columns["size"] = lambda row: (size_text(row.nbytes), row.nbytes)
+    if varies["hashes"]:
+        columns["hashes"] = told["hashes"]
+    left_out = len(ordered) - _MAX_ROWS
     more = f"<p>… and {left_out:,} more tensors; entries() lists all</p>" if left_out > 0 else ""
-    return (
-        f"<div><p><code>{escape(title)}</code></p>"
-        f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{more}</div>"
+    body = _table(list(columns), [[cell(row) for cell in columns.values()] for row in ordered[:_MAX_ROWS]])
+    dtypes = _totals("dtype", rows, lambda row: row.dtype)
+    layers = _totals("layer", ordered, lambda row: layer_of(row.name))
+    tensors = _folded(counted(len(rows), "tensor"), body + more, len(rows) <= _MAX_OPEN_ROWS)
+    return f"<div><p><code>{escape(title)}</code></p>{dtypes}{layers}{tensors}</div>"
+
+
+def _name_cell(row: Row) -> _Cell:
+    name = " / ".join(map(str, path_of(row.name)))
+    return name, name
+
+
+def _totals(what: str, rows: Sequence[Row], key: Callable[[Row], str]) -> str:
+    """A folded table of the sums over rows that have a key in common."""
+    groups: dict[str, list[int]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row.nbytes)
+    if len(groups) < 2 and what != "dtype":
+        return ""
+    cells: list[list[_Cell]] = [
+        [(name, name), (f"{len(sizes):,}", len(sizes)), (size_text(sum(sizes)), sum(sizes))]
+        for name, sizes in list(groups.items())[:_MAX_ROWS]
+    ]
+    shown = ", ".join(f"{name} {size}" for (name, _), _, (size, _) in cells[:4])
+    summary = f"by {what}: {shown}{', …' if len(cells) > 4 else ''}"
+    return _folded(summary, _table([what, "tensors", "size"], cells), False)
+
+
+def _folded(summary: str, content: str, is_open: bool) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> str:
+    heads = "".join(
+        f'<th style="text-align:left;cursor:pointer" onclick="{escape(_SORT)}">{column} ⇅</th>' for column in columns
     )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(cell: _Cell) -> str:
+    shown, value = cell
+    return f'<td style="text-align:left" data-v="{escape(str(value))}">{escape(shown)}</td>'

@@ -6,13 +6,15 @@ import bisect
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorizer import _C
 from tensorizer._format.names import Name, name_of
 from tensorizer._io.shards import OpenedShards
-from tensorizer._load.reader import FileReader
 from tensorizer.errors import FormatError
+
+if TYPE_CHECKING:
+    from tensorizer._load.open_index import IndexReader
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -91,7 +93,7 @@ class JoinedIndex:
         return found
 
 
-def join(opened: OpenedShards, readers: Sequence[FileReader]) -> tuple[JoinedIndex, list[Name]]:
+def join(opened: OpenedShards, readers: Sequence[IndexReader]) -> tuple[JoinedIndex, list[Name]]:
     """The index of all files, and the names of its entries, those that only the map gives among them.
 
     Raises:
@@ -110,7 +112,7 @@ def join(opened: OpenedShards, readers: Sequence[FileReader]) -> tuple[JoinedInd
     return index, [*names, *aliases]
 
 
-def _check_map(opened: OpenedShards, readers: Sequence[FileReader], aliases: Collection[str]) -> None:
+def _check_map(opened: OpenedShards, readers: Sequence[IndexReader], aliases: Collection[str]) -> None:
     home: dict[Name, str] = {}
     known: set[str] = set(aliases)  # as they are stored
     unmapped = 0

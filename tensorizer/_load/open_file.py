@@ -11,28 +11,27 @@ import contextlib
 import functools
 import itertools
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Optional, cast
+from typing import Any, Optional, cast
 
 import torch
 
 from tensorizer import _C
 from tensorizer._format import dtypes, extra_state
 from tensorizer._format.dtypes import known_dtype
-from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash
 from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import check_memory, contiguous, same_bits
 from tensorizer._format.tree import Node, build_tree
 from tensorizer._io.access import Access
-from tensorizer._io.shards import ORIGIN_KEY, Choose, OpenedFiles, OpenedShards, open_files
+from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
-from tensorizer._load.joined import JoinedIndex, join
+from tensorizer._load.joined import JoinedIndex
+from tensorizer._load.open_index import FilePart, LoadedBatch, OpenIndex, chooser
 from tensorizer._load.reader import (
     AS_STORED,
     FileReader,
-    LoadedBatch,
     Progress,
     ReadOptions,
     file_error,
@@ -40,7 +39,7 @@ from tensorizer._load.reader import (
     open_reader,
     tensor_error,
 )
-from tensorizer._system import locks, perf
+from tensorizer._system import perf
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -70,18 +69,7 @@ _AUTHENTICATED = {(False, False): None, (True, False): "key", (False, True): "si
 WHOLE = ReadOptions(allow_missing_hashes=True, without_key=True)
 
 
-class _Part(NamedTuple):
-    """The entries of a read that one file holds."""
-
-    reader: FileReader
-    begin: int  # the number of the file's first entry
-    entries: Sequence[int]  # numbered as in the file
-
-    def of_all(self, batch: LoadedBatch) -> LoadedBatch:
-        return batch._replace(entries=[self.begin + i for i in batch.entries]) if self.begin else batch
-
-
-class OpenFile(AbstractContextManager["OpenFile"]):
+class OpenFile(OpenIndex):
     """The readers of one file, or of the shards of one model, under one numbering of their entries.
 
     May be used from several threads; every read is independent of the others, and everybody gets the same parameters.
@@ -89,17 +77,12 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     Attributes:
         readers: One for each file, in the order of their entries.
-        index: What all of them say of their tensors.
-        names: Of all entries.
-        aliases: From entries to those that hold their data, where these are others.
         selection: The entries that exist for the user, ascending.
-        opened: The sources.
-        shard_names: Of the files of a sharded model, in order; none for a single file.
-        stream: The caller's object, or the stream opened for a URI; ``None`` for local paths.
-        access: How it was opened.
         options: How its tensors are read.
         kept: Loaded parameters, by the entry that holds the data.
     """
+
+    readers: Sequence[FileReader]
 
     def __init__(
         self,
@@ -109,47 +92,21 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         options: ReadOptions,
         filter_func: Optional[FilterFuncType],
     ) -> None:
-        shards = opened if isinstance(opened, OpenedShards) else None
-        self.readers, self.access, self.options = readers, access, options
-        self.opened, self.source_name, self.stream = opened, opened.name, opened.stream
-        self.shard_names: list[str] = []
-        self._map_metadata: Optional[dict[str, str]] = None
-        self.index: Any
-        self.names: list[Name]
+        super().__init__(opened, readers, access)
+        self.options = options
         self.selection: Sequence[int]
-        if shards is None:
-            (only,) = readers
-            self.index, self.names, self.selection = only.index, only.names, only.selection
+        if not isinstance(self.index, JoinedIndex):
+            self.selection = readers[0].selection
         else:
-            self.shard_names, self._map_metadata = list(shards.files), shards.metadata
-            self.index, self.names = join(shards, readers)
             chosen = [begin + i for begin, c in zip(self.index.begins, readers) for i in c.selection]
             further = range(self.index.entry_count, len(self.names))
             self.selection = chosen + [i for i in further if filter_func is None or filter_func(self.names[i])]
-        self.aliases: dict[int, int] = self.index.targets()
         self.network = any(reader.network for reader in readers)
         self.kept: dict[int, torch.nn.Parameter] = {}
         self._verified: set[int] = set()  # those of `kept` that were compared with their digests
-        self._headers: dict[int, tuple[Sequence[int], _C.LoadedHeaders]] = {}
         self._verify = False
         self._ahead = _ReadAhead(self.index, self.selection) if self.network else None
         self._waiting: dict[int, torch.Tensor] = {}  # what was read ahead for `read_one`
-        self._lock = threading.Lock()
-        locks.makers[self] = threading.Lock
-
-    # ---- life -------------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Closes the files and forgets keys."""
-        for reader in self.readers:
-            reader.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @property
-    def closed(self) -> bool:
-        return all(reader.closed for reader in self.readers)
 
     @property
     def source(self) -> Optional[_C.RangeSource]:
@@ -184,57 +141,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     def total_tensor_bytes(self) -> int:
         """Bytes of the selected tensors once they are loaded."""
         return int(self.index.total_loaded_nbytes(list(self.selection)))
-
-    @property
-    def nbytes(self) -> Optional[int]:
-        """Of all files; ``None`` where a source does not say."""
-        sizes = [reader.handle.source.size() for reader in self.readers]
-        return None if None in sizes else sum(size or 0 for size in sizes)
-
-    @property
-    def kind_text(self) -> str:
-        """What it is, for messages."""
-        return f"data version {self.index.version}" if self.index.format == "tensors" else str(self.index.format)
-
-    @property
-    def readable(self) -> bool:
-        """Whether payloads can be read: there is a key, or none is needed."""
-        return self.access.encryption is not None or not self.index.encrypted
-
-    def metadata(self) -> Optional[dict[str, str]]:
-        """What the writer noted: the map of shards first, then the files, the first of which decides where they differ.
-        Without what :attr:`made_from` is.
-
-        ``None`` where that is nothing, or encrypted and there is no key. Decrypted when it is first asked for.
-
-        Raises:
-            RuntimeError: It is encrypted, and the file is closed.
-        """
-        if self.index.metadata_is_sealed and self.access.encryption is None:
-            return None
-        if self._map_metadata is None:
-            noted = self.readers[0].metadata
-            found = dict(noted or {})
-            is_only_origin = found.pop(ORIGIN_KEY, None) is not None and not found
-            return None if noted is None or is_only_origin else found
-        found = dict(self._map_metadata)
-        for reader in self.readers:
-            for key, value in (reader.metadata or {}).items():
-                found.setdefault(key, value)
-        found.pop(ORIGIN_KEY, None)
-        return found or None
-
-    @property
-    def made_from(self) -> Optional[str]:
-        """What the writer noted of the files that it was made from, which :meth:`metadata` leaves out."""
-        if self.index.metadata_is_sealed and self.access.encryption is None:
-            return None
-        noted = ((reader.metadata or {}).get(ORIGIN_KEY) for reader in self.readers)
-        return next(filter(None, noted), None)
-
-    def ties(self) -> dict[Name, Name]:
-        """Names that stand for another tensor of the file, and which one."""
-        return {self.names[alias]: self.names[target] for alias, target in self.aliases.items()}
 
     def extra_states(self) -> dict[str, Any]:
         """Extra states of modules by module path, their new tensors on the device of the load."""
@@ -280,13 +186,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         first, *others = (_C.vouched(reader.index)[1] for reader in self.readers)
         return [signer for signer in first if all(signer in found for found in others)]
 
-    @property
-    def index_digest(self) -> Optional[str]:
-        """Hexadecimal SHA-256 of the index, as computed; ``None`` for shards, and where the format has none."""
-        if self.shard_names or self.index.format != "tensors":
-            return None
-        return _C.index_digest(self.index).hex()
-
     @functools.cached_property
     def checks_whole(self) -> bool:
         """Whether only whole tensors can be read: their data are bound to a signature by nothing but hashes."""
@@ -325,37 +224,15 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """The names of the selection as a tree, whose leaves are entries."""
         return build_tree(self.names, self.selection)
 
-    @functools.cached_property
-    def stored(self) -> list[int]:
-        """The entries that have data of their own in the file, be they those of another one once more."""
-        if not self.shard_names:
-            return list(range(self.index.entry_count))
-        return [i for i in range(len(self.names)) if self.is_stored(i)]
-
-    def is_stored(self, i: int) -> bool:
-        """Whether a name has data of its own in the file."""
-        file, local = self._locate(i)
-        return bool(i < self.index.entry_count and local < self.readers[file].index.entry_count)
-
-    def _locate(self, i: int) -> tuple[int, int]:
-        return self.index.locate(i) if isinstance(self.index, JoinedIndex) else (0, i)
-
     def part(self, i: int) -> tuple[FileReader, int]:
         """The reader of the file that holds the data of an entry, and the number of those data there."""
         file, local = self._locate(self.aliases.get(i, i))
         return self.readers[file], local
 
-    def shard_of(self, i: int) -> Optional[str]:
-        """Which of :attr:`shard_names` holds an entry; ``None`` in a single file."""
-        return self.shard_names[self._locate(i)[0]] if self.shard_names else None
-
     def device_of(self, name: Name) -> torch.device:
         """Where the tensor of a name is put."""
         device = self.options.device
         return device if isinstance(device, torch.device) else device(name)
-
-    def type(self, i: int) -> TensorType:
-        return TensorType(self.index.type(i))
 
     def stored_dtype(self, i: int) -> Optional[torch.dtype]:
         """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
@@ -370,27 +247,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         return dtypes.casts(stored, self.options.dtype)
 
     # ---- facts of record headers ------------------------------------------------------------------------------------
-
-    def has_header(self, i: int) -> bool:
-        """Whether the record header of an entry was read, which holds its module index and digests."""
-        return i in self._headers or self.aliases.get(i) in self._headers
-
-    def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
-        """The headers among which that of an entry is, and its position there."""
-        if i not in self._headers:
-            i = self.aliases[i]
-        entries, headers = self._headers[i]
-        return headers, bisect.bisect_left(entries, i)
-
-    def described(self, i: int) -> tuple[bytes, tuple[int, ...], int]:
-        """Dtype as stored, shape and module index: of the record header where it was read, else what the index shows.
-
-        The index writes scalars without data as ``(1,)``, in old files no dtype, and never a module index (0 here).
-        """
-        if not self.has_header(i):
-            return self.index.dtype(i), self.index.shape(i), 0
-        headers, position = self.header(i)
-        return headers.dtype(position), headers.shape(position), headers.module_idx(position)
 
     def dtype_of(self, i: int, stored: Optional[bytes] = None) -> torch.dtype:
         """The stored dtype, of the record header where that was read.
@@ -407,11 +263,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             return dtypes.torch_dtype(stored.decode("utf-8", "replace") or str(self.index.container_dtype(i)))
         except FormatError as error:
             raise tensor_error(self.source_name, self.names[i], error) from None
-
-    def dtype_text(self, i: int) -> str:
-        """The dtype as torch calls it, without ``torch.``; as the file has it where this torch lacks it."""
-        stored = self.described(i)[0].decode("utf-8", "replace")
-        return dtypes.dtype_text(stored or str(self.index.container_dtype(i)))
 
     def hashes(self, i: int) -> list[TensorHash]:
         """The digests of a tensor whose record header was read; none of others."""
@@ -485,23 +336,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
                 yield self._noted(part.of_all(loaded))
             done += sum(map(part.reader.index.data_nbytes, part.entries)) if len(parts) > 1 else 0
 
-    def _parts(self, entries: Iterable[int]) -> list[_Part]:
-        if not isinstance(self.index, JoinedIndex):
-            return [_Part(self.readers[0], 0, entries if isinstance(entries, Sequence) else list(entries))]
-        by_file: dict[int, list[int]] = {}
-        for i in entries:
-            file, local = self.index.locate(i)
-            by_file.setdefault(file, []).append(local)
-        return [
-            _Part(self.readers[file], self.index.begins[file], sorted(local)) for file, local in sorted(by_file.items())
-        ]
-
-    def _noted(self, batch: LoadedBatch) -> LoadedBatch:
-        """A batch whose record headers are kept."""
-        with self._lock:
-            self._headers.update(dict.fromkeys(batch.entries, (batch.entries, batch.headers)))
-        return batch
-
     def read(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
         """Plain tensors of the stored dtype in host memory.
 
@@ -531,29 +365,9 @@ class OpenFile(AbstractContextManager["OpenFile"]):
                 tensors.update(zip(batch.entries, batch.tensors))
         return [tensors[i] for i in wanted]
 
-    def read_headers(self, entries: Sequence[int]) -> None:
-        """Reads the record headers of `entries` (ascending), where the format has any and they were not read yet."""
-        self._check_readable()
-        if not self.index.stores_hashes:
-            return
-        for part in self._parts([i for i in entries if i < self.index.entry_count and i not in self._headers]):
-            wanted = [i for i in part.entries if i < part.reader.index.entry_count]
-            if wanted:
-                self._noted(part.of_all(part.reader.read_headers(wanted)))
-
-    def read_dtypes(self, entries: Sequence[int]) -> None:
-        """Reads the record headers of those of `entries` (ascending) whose dtype the index does not show: of tensors
-        without data whose dtype numpy lacks. Reads none where a key is needed and not given."""
-        if self.readable:
-            self.read_headers([i for i in entries if dtypes.lacks_name(self.index.dtype(i))])
-
     def runs(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
         """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
         return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
-
-    def _check_readable(self) -> None:
-        if not self.readable:
-            raise CryptographyError(f"{self.source_name} is encrypted: a key is needed")
 
     # ---- tensors that are kept --------------------------------------------------------------------------------------
 
@@ -708,7 +522,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         ]
 
 
-def _expect(parts: Sequence[_Part]) -> None:
+def _expect(parts: Sequence[FilePart]) -> None:
     """Tells each file how large the load is that is about to read it."""
     for part in parts:
         part.reader.direct_io.expect(lambda: sum(p.reader.index.total_loaded_nbytes(list(p.entries)) for p in parts))
@@ -731,24 +545,6 @@ def open_file(
         OSError: It cannot be opened.
     """
     return file_of(open_files(source, access.stream_options, chooser(access)), access, options, filter_func)
-
-
-def chooser(access: Access) -> Choose:
-    """What tells for :func:`open_files` which of several sets of weights is read."""
-
-    def choose(label: str, names: Sequence[str], locate: Callable[[str], Any]) -> str:
-        from tensorizer._io import forms  # for few folders
-
-        folder = forms.FolderOfForms(label, locate, functools.partial(note_of, access), access.stream_options)
-        return forms.choose(names, folder)
-
-    return choose
-
-
-def note_of(access: Access, source: Any) -> Optional[str]:
-    """What a file or index notes of its origin; ``None`` where that is nothing, or encrypted and there is no key."""
-    with open_whole(source, Access(access.encryption, access.stream_options)) as file:
-        return file.made_from
 
 
 def file_of(

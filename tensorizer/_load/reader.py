@@ -21,16 +21,15 @@ from tensorizer._format import dtypes
 from tensorizer._format.dtypes import casts, known_dtype
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, listed, name_text
-from tensorizer._io.access import NOBODY, Access
+from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource
-from tensorizer._keys import key_ring
 from tensorizer._load.arguments import DeviceChooser
-from tensorizer._load.authenticity import authenticate
+from tensorizer._load.open_index import LoadedBatch, read_index
 from tensorizer._system import cgroup, cuda_engine, perf
 from tensorizer._system.config import env_seconds, env_text, ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
-from tensorizer.errors import CryptographyError, FormatError, MissingHashError
+from tensorizer.errors import FormatError, MissingHashError
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -71,14 +70,6 @@ class Handle(NamedTuple):
     keys: Optional[_C.KeyRing]
     mapping: Optional[_C.FileMapping]
     close: Callable[[], None]
-
-
-class LoadedBatch(NamedTuple):
-    """Tensors that were loaded together; the same position in all three is the same tensor."""
-
-    entries: Sequence[int]
-    tensors: Sequence[torch.Tensor]
-    headers: _C.LoadedHeaders
 
 
 #: A load that is ready to run, and what makes tensors of it afterwards.
@@ -156,6 +147,11 @@ class FileReader:
         return source.cached_bytes_read if isinstance(source, _C.CacheSource) else self._cached_bytes_read
 
     # ---- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> Optional[int]:
+        """Of the file; ``None`` where the source does not say."""
+        return self.handle.source.size()
 
     @functools.cached_property
     def metadata(self) -> Optional[Mapping[str, str]]:
@@ -359,14 +355,11 @@ def open_reader(
     max_workers = access.max_workers
     choice = check_direct_io(options.direct_io)
     direct_io = DirectIO(opened.source, choice)
-    index = _open_index(opened, access, options)
+    index, keys = read_index(opened, access, options.without_key)
     names: list[Name] = index.names()
     selection: Sequence[int] = range(len(names))
     if filter_func is not None:
         selection = [i for i, name in enumerate(names) if filter_func(name)]
-    keys = key_ring(access.encryption) if index.encrypted and access.encryption is not None else None
-    if keys is not None or access.trust != NOBODY:
-        authenticate(opened, index, keys, access)
     maps = options.mmap
     if maps is None:
         maps = choice != "always" and _may_map(opened.source, index, names, selection, options)
@@ -382,32 +375,6 @@ def open_reader(
             logger.debug("%s: read, since it cannot be mapped: %s", opened.name, error)
     handle = Handle(opened.source, keys, mapping, opened.close)
     return FileReader(handle, index, names, selection, max_workers, direct_io, options)
-
-
-def _open_index(opened: OpenedSource, access: Access, options: ReadOptions) -> _C.Index:
-    has_key = access.encryption is not None
-    try:
-        return _C.open_index(opened.source, opened.start, has_key)
-    except CryptographyError:
-        if not options.without_key or has_key:
-            raise
-    except FormatError as error:
-        _say_what_it_is(error, opened)
-        raise
-    return _C.open_index(opened.source, opened.start, True)  # it is in clear
-
-
-def _say_what_it_is(error: FormatError, opened: OpenedSource) -> None:
-    from tensorizer._format.foreign import HEAD_NBYTES, tell_foreign  # for errors only
-
-    head = bytearray(HEAD_NBYTES)
-    with contextlib.suppress(Exception):  # what came first says more
-        nbytes = 0
-        while nbytes < len(head) and (
-            got := opened.source.read_up_to(opened.start + nbytes, memoryview(head)[nbytes:])
-        ):
-            nbytes += got
-        tell_foreign(error, bytes(head[:nbytes]))
 
 
 def _may_map(

@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
+from tensorizer._system.sizes import counted, size_text
 from tensorizer.errors import LoadError
 
 _MAX_LINES = 100  # of a cell in a notebook
@@ -129,7 +130,7 @@ class LoadReport:
         from html import escape  # its table of entities takes time to import
 
         rows = [
-            ("loaded", [f"{len(self.loaded):,} tensors, {self.nbytes:,} bytes in {self.seconds:.3f} s"]),
+            ("loaded", [f"{counted(len(self.loaded), 'tensor')}, {size_text(self.nbytes)} in {self.seconds:.3f} s"]),
             ("missing", joined_runs(self.missing)),
             ("unexpected", joined_runs(self.unexpected)),
             ("mismatched", [str(row) for row in self.mismatched]),

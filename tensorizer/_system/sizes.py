@@ -30,6 +30,17 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
     return f"{float(value):.1f} {unit}"
 
 
+def size_text(nbytes: float) -> str:
+    """A size for people, the same in every table, report and message: ``"1 byte"``, ``"512 bytes"``, ``"4.1 KB"``
+    (steps of 1000)."""
+    return counted(round(nbytes), "byte") if nbytes < 1000 else convert_bytes(nbytes)
+
+
+def counted(count: int, noun: str, nouns: Optional[str] = None) -> str:
+    """A number with its noun: ``"1 tensor"``, ``"2,000 tensors"``; `nouns` for plurals that do not end in s alone."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
 def parse_size(name: str, value: Union[int, str]) -> int:
     """A number of bytes, from a number or a text with a unit.
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tensorizer import cli
-from tensorizer._system.sizes import convert_bytes
+from tensorizer._system.sizes import counted, size_text
 from tensorizer.cli.options import add_common, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped, table
 
@@ -67,7 +67,7 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
         (
             escaped(entry.location),
             escaped(entry.version)[:24],
-            convert_bytes(entry.size),
+            size_text(entry.size),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)),
             entry.state,
         )
@@ -76,8 +76,8 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
     header = ("LOCATION", "VERSION", "SIZE", "LAST USED", "STATE")
     for line in table(header, rows, frozenset({2}), output.width()):
         output.line(line)
-    cached, disk = convert_bytes(totals["cached"]), convert_bytes(totals["disk"])
-    output.line(f"{totals['count']:,} entries, {cached} cached, {disk} on the disk")
+    cached, disk = size_text(totals["cached"]), size_text(totals["disk"])
+    output.line(f"{counted(totals['count'], 'entry', 'entries')}, {cached} cached, {disk} on the disk")
     return OK
 
 
@@ -88,7 +88,7 @@ def _add(arguments: argparse.Namespace, output: Output) -> int:
     for uri in arguments.uris:
         for entry in cache.add(uri, cache=arguments.cache, stream_options=stream_options(arguments, uri)):
             added.append(_document(entry))
-            output.note(f"{escaped(entry.location)}: {entry.cached:,} bytes")
+            output.note(f"{escaped(entry.location)}: {size_text(entry.cached)}")
     if output.json:
         output.document({"entries": added})
     return OK
@@ -105,9 +105,9 @@ def _prune(arguments: argparse.Namespace, output: Output) -> int:
         return OK
     did = "would remove" if arguments.dry_run else "removed"
     for entry in pruned.removed:
-        output.line(f"{did} {escaped(entry.location)} ({convert_bytes(entry.disk)})")
+        output.line(f"{did} {escaped(entry.location)} ({size_text(entry.disk)})")
     for entry in pruned.skipped:
-        output.note(f"in use, not removed: {escaped(entry.location)} ({convert_bytes(entry.disk)})")
+        output.note(f"in use, not removed: {escaped(entry.location)} ({size_text(entry.disk)})")
     return OK
 
 
@@ -127,7 +127,7 @@ def _verify(arguments: argparse.Namespace, output: Output) -> int:
             if problem is not None:
                 output.line(f"{escaped(entry.location)}: FAILED, removed: {escaped(problem)}")
             elif not output.quiet:
-                output.line(f"{escaped(entry.location)}: ok: {checked:,} tensors")
+                output.line(f"{escaped(entry.location)}: ok: {counted(checked, 'tensor')}")
     return OK if is_ok else DIFFERS
 
 

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
+from tensorizer._system.sizes import counted, size_text
 from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, encryption, key_paths
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import OK, Output, escaped
@@ -109,18 +110,16 @@ def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, An
 
 def print_report(report: Any, output: Output) -> None:
     """What was converted, in one line."""
-    from tensorizer._system.sizes import convert_bytes
-
     if output.json:
         output.document(dataclasses.asdict(report))
         return
     if output.quiet:
         return
-    rate = f", {convert_bytes(report.nbytes / report.seconds)}/s" if report.seconds and not report.dry_run else ""
+    rate = f", {size_text(report.nbytes / report.seconds)}/s" if report.seconds and not report.dry_run else ""
     checked = ", read back and equal" if report.checked else ""
     files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
     would = "would write " if report.dry_run else ""
-    size = f"{report.tensors:,} tensors, {convert_bytes(report.nbytes)}"
+    size = f"{counted(report.tensors, 'tensor')}, {size_text(report.nbytes)}"
     output.line(f"{would}{escaped(report.target)}: {size}{files}{rate}{checked}")
     for name in report.copied:
         output.detail(f"{'would copy' if report.dry_run else 'copied'}: {escaped(name)}")

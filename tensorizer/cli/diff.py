@@ -85,9 +85,7 @@ def _print(report: DiffReport, stat: bool, output: Output) -> None:
             output.line(output.coloured(f"+ {escaped(name_text(name))}", "green"))
         for change in report.changed:
             output.line(output.coloured(f"~ {escaped(name_text(change.name))}: {escaped(_how(change))}", "yellow"))
-    output.line(
-        f"{len(report.removed)} removed, {len(report.added)} added, {len(report.changed)} changed, {report.same} equal"
-    )
+    output.line(report.counts())
 
 
 def _how(change: Change) -> str:

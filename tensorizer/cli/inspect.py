@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensorizer import cli
+from tensorizer._format.names import name_text, natural_key
+from tensorizer._system.sizes import counted, size_text
 from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import OK, Output, escaped, table
 
@@ -32,7 +33,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--no-tensors", action="store_true", help="totals only")
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
     parser.add_argument("--group", action="store_true", help="one row for names that differ only in numbers")
-    parser.add_argument("--sort", choices=("name", "size", "offset"), default="offset", help="default: offset")
+    parser.add_argument("--sort", choices=("name", "size", "offset"), default="name", help="default: name")
     add_filter(parser)
     parser.add_argument("--long", action="store_true", help="also show offsets and kinds")
     add_common(parser)
@@ -40,8 +41,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    with cli.imports():
-        from tensorizer._files.inspect import inspect
+    from tensorizer._files.inspect import inspect
 
     documents = []
     for position, file in enumerate(arguments.files):
@@ -58,12 +58,10 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _chosen(info: FileInfo, arguments: argparse.Namespace) -> list[TensorInfo]:
-    from tensorizer._format.names import name_text
-
     wanted = name_filter(arguments)
     tensors = [tensor for tensor in info.tensors if wanted is None or wanted(tensor.name)]
     if arguments.sort == "name":
-        return sorted(tensors, key=lambda tensor: name_text(tensor.name))
+        return sorted(tensors, key=lambda tensor: natural_key(tensor.name))
     if arguments.sort == "size":
         return sorted(tensors, key=lambda tensor: tensor.nbytes, reverse=True)
     return sorted(tensors, key=lambda tensor: tensor.offset)
@@ -80,18 +78,10 @@ def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> None:
-    from tensorizer._system.sizes import convert_bytes
-
     tensors = _chosen(info, arguments)
-    facts = [f".{info.format}" if info.version is None else f".{info.format}, data version {info.version}"]
-    if info.encrypted:
-        facts.append("encrypted")
-    shown = "" if len(tensors) == len(info.tensors) else f" ({len(tensors):,} shown)"
-    facts.append(f"{len(info.tensors):,} tensors{shown}")
-    facts.append(f"{convert_bytes(info.tensor_nbytes)} of tensors")
-    if info.file_nbytes is not None:
-        where = f"{len(info.files):,} shards" if info.files else "the file"
-        facts.append(f"{info.file_nbytes:,} bytes in {where}")
+    facts = info.facts()
+    if len(tensors) != len(info.tensors):
+        facts.append(f"{len(tensors):,} shown")
     output.line(f"{output.coloured(escaped(info.source), 'bold')}: {', '.join(facts)}")
     for signer in info.signers:
         output.line(f"signed by {signer} (not checked)")
@@ -109,7 +99,7 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
             cut = f"… ({rest:,} more characters; --json shows all)" if rest > 0 else ""
             output.line(f"metadata: {escaped(key)} = {escaped(value[:_MOST_TEXT])}{cut}")
     elif info.metadata:
-        output.line(f"metadata: {len(info.metadata)} entries (--metadata shows them)")
+        output.line(f"metadata: {counted(len(info.metadata), 'entry', 'entries')} (--metadata shows them)")
     if arguments.no_tensors:
         return
     columns = ["offset", "kind", *(["shard"] if info.files else [])]
@@ -124,16 +114,12 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
 
 
 def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
-    from tensorizer._format.names import name_text
-
     for tensor in tensors:
         yield _row(escaped(name_text(tensor.name)), tensor, tensor.nbytes, long, shards)
 
 
 def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
     """Names that differ only in numbers share a row; the numbers are shown as a range where they have no gap."""
-    from tensorizer._format.names import name_text
-
     groups: dict[tuple[str, str, tuple[int, ...], str], list[TensorInfo]] = {}
     for tensor in tensors:
         pattern = _NUMBER.sub("*", name_text(tensor.name))
@@ -148,9 +134,7 @@ def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int
 
 
 def _row(name: str, tensor: TensorInfo, nbytes: int, long: bool, shards: Mapping[str, int]) -> list[str]:
-    from tensorizer._system.sizes import convert_bytes
-
-    row = [name, escaped(tensor.dtype), str(list(tensor.shape)), convert_bytes(nbytes)]
+    row = [name, escaped(tensor.dtype), str(list(tensor.shape)), size_text(nbytes)]
     if not long:
         return row
     shard = [] if tensor.file is None else [f"{shards[tensor.file]} of {len(shards)}"]

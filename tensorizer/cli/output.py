@@ -207,6 +207,12 @@ def _cut(text: str, width: int) -> str:
     short = "".join(parts)
     if len(short) <= width:
         return short
+    numbers = [part for part in parts[:-1] if _NUMBERS.search(part)]
+    lead = "".join(f"…{number}" for number in numbers)
+    rest = width - len(lead) - 1
+    if numbers and rest >= _SHORTEST_WORD:
+        end = text.rindex(numbers[-1]) + len(numbers[-1])
+        return f"{lead}…{text[max(end + 1, len(text) - rest) :]}"
     tail = (width - 1) * 2 // 3
     return f"{short[: width - 1 - tail]}…{short[len(short) - tail :]}"
 

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tensorizer import cli
+from tensorizer._system.sizes import size_text
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import NO_SUCH_NAME, add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
@@ -80,17 +81,14 @@ def _has_checked(report: VerifyReport, arguments: argparse.Namespace) -> bool:
 
 
 def _print(report: VerifyReport, output: Output) -> None:
-    from tensorizer._files.verify import describe
-    from tensorizer._system.sizes import convert_bytes
-
     if report.ok and output.quiet:
         return
     known = report.verified or report.sha256_matches or not report.unverified
     verdict = output.coloured("ok" if known else "structure ok", "green")
     if not report.ok:
         verdict = output.coloured("FAILED", "red")
-    rate = f"{convert_bytes(report.nbytes)} in {report.seconds:.1f} s"
-    output.line(f"{escaped(report.source)}: {verdict}: {describe(report)} ({rate})")
+    rate = f"{size_text(report.nbytes)} in {report.seconds:.1f} s"
+    output.line(f"{escaped(report.source)}: {verdict}: {report.counts()} ({rate})")
     for signer in report.signers:
         output.line(f"  signed by {signer}")
     if report.authenticated in ("key", "both"):

@@ -13,6 +13,7 @@ import torch
 from command_line import run
 
 from tensorizer import TensorSerializer
+from tensorizer.torch import save_file
 
 # Both begin as the program does. The line tells when Python has started: before, it is Python that is interrupted.
 PROGRAMS = {
@@ -92,7 +93,7 @@ def test_a_command_that_another_program_runs_leaves_the_handler_of_interrupts_al
             signal.signal(signal.SIGINT, saved)
 
 
-def test_new_signing_keys_and_lists_of_the_cache_need_no_torch(tmp_path):
+def test_inspect_new_signing_keys_and_lists_of_the_cache_need_no_torch(model, tmp_path):
     program = """
 import sys
 from tensorizer.cli.main import main
@@ -100,7 +101,13 @@ for line in sys.argv[1:]:
     assert main(line.split()) == 0, line
     assert not {"torch", "numpy"} & set(sys.modules), line
 """
-    lines = [f"sign --generate-key {tmp_path}/signing", f"cache ls --cache {tmp_path}/c"]
+    lines = [
+        f"inspect {model}",
+        f"inspect --json {tmp_path}/shards",
+        f"sign --generate-key {tmp_path}/signing",
+        f"cache ls --cache {tmp_path}/c",
+    ]
+    save_file({str(i): torch.ones(50) for i in range(9)}, tmp_path / "shards" / "m.tensors", max_shard_size=500)
     command = [sys.executable, "-c", program, *lines]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr

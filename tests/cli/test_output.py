@@ -97,6 +97,11 @@ def test_long_names_keep_their_numbers_and_last_words_on_a_narrow_terminal():
         assert ".17." in line
         assert ".3." in line
         assert "gate_proj.weight" in line
+    for width in (30, 40):
+        (_, line) = table(["name", "size"], [[name, "8 KB"]], frozenset({1}), width)
+        assert len(line) <= width
+        assert line.startswith("…17…3…")
+        assert "weight" in line
     (_, line) = table(["name", "size"], [["x" * 200, "8 KB"]], frozenset({1}), 40)
     assert len(line) == 40
 

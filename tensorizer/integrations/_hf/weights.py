@@ -13,7 +13,8 @@ from tensorizer._files.names import state_dict_of
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.forms import choose
 from tensorizer._load.arguments import target_device
-from tensorizer._load.open_file import OpenFile, note_of, open_file
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.open_index import note_of
 from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
