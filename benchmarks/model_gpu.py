@@ -271,8 +271,6 @@ def measure(
         "FAKE_CUDA_DELAY_US": "0:0",
         "PYTHONPATH": f"{package}{os.pathsep}{ROOT}",
     }
-    if case.network:
-        environment["TENSORIZER_RING_SLOTS"] = str(case.network[0])
     runs = 1 if case.fresh else settings.runs
     command = [sys.executable, "-P", str(Path(__file__)), "--one", case.name, "--size", str(settings.size)]
     command += ["--runs", str(runs), "--folder", str(folder), *(["--url", url] if url else [])]
@@ -319,6 +317,10 @@ def main() -> int:
     settings.folder.mkdir(parents=True, exist_ok=True)
     if settings.one:
         case = BY_NAME[settings.one]
+        if case.network:
+            from tensorizer.cuda import set_pinned_memory
+
+            set_pinned_memory(slots=case.network[0])
         print(json.dumps(run_case(case, settings.size, settings.runs, settings.folder, settings.url)))
         return 0
     names = CI_CASES if settings.cases == ["ci"] else settings.cases

@@ -38,10 +38,9 @@ characters and marks of direction in what a file says (names, dtypes, metadata) 
 ## Keys
 
 No option takes a key or a passphrase itself, because other users can see arguments. A key file holds 32 bytes or 64
-hexadecimal digits; one line end after a passphrase in a file is ignored. If a command needs a key and you name none, it
-reads `TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE`. `--key-…` names the key of the file (of the target, if the
-command writes one), `--in-key-…` that of an encrypted source: `encrypt --in-key-file` changes the key of a file. No
-output may be the file of a key that the command names, and no option takes an empty text.
+hexadecimal digits; one line end after a passphrase in a file is ignored. `--key-…` names the key of the file (of the
+target, if the command writes one), `--in-key-…` that of an encrypted source: `encrypt --in-key-file` changes the key of
+a file. No output may be the file of a key that the command names, and no option takes an empty text.
 
 ## Exit status
 

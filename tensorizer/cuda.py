@@ -70,9 +70,9 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
     A ring that is in use keeps its size; an idle one is replaced when it is needed next.
 
     Args:
-        slots: Slots of a ring, 2 or more. ``None``, the default, goes back to ``TENSORIZER_RING_SLOTS`` or 16, which
+        slots: Slots of a ring, 2 or more. ``None``, the default, goes back to 16, which
             keeps a PCIe link busy while workers fill the others.
-        slot_nbytes: Bytes of one slot, 2 MiB or more. ``None`` goes back to ``TENSORIZER_RING_SLOT_MIB`` or 8 MiB.
+        slot_nbytes: Bytes of one slot, 2 MiB or more. ``None`` goes back to 8 MiB.
 
     Raises:
         ValueError: Too few slots, or too small ones.

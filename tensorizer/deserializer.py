@@ -77,7 +77,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             value of ``TENSORIZER_REQUIRE_AUTHENTICATED`` (``1`` or ``0``), otherwise ``False``.
         direct_io: How a local file is read (docs/performance-tuning.md). ``"always"`` bypasses the page cache if the
             file system allows it; ``"never"`` does not. ``"auto"`` bypasses it if the file is large and not cached.
-            ``None`` takes the value of ``TENSORIZER_DIRECT_IO``, otherwise ``"auto"``. With ``"always"``, ``mmap=None``
+            ``None`` means ``"auto"``. With ``"always"``, ``mmap=None``
             does not map.
 
     Attributes:

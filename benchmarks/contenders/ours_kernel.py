@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from benchmarks.contender import Contender, State
@@ -23,8 +22,11 @@ class OursKernel(Contender):
         self._ours = Ours()
 
     def import_library(self) -> None:
-        os.environ["TENSORIZER_CRYPTO_KERNEL"] = self.kernel  # read when the process makes its first key
         self._ours.import_library()
+        from tensorizer import _C
+
+        if not _C.select_kernel(self.kernel):
+            raise RuntimeError(f"this processor has no {self.kernel}")
 
     def version(self) -> str:
         return self._ours.version()

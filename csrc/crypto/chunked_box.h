@@ -1,8 +1,8 @@
 // XSalsa20-Poly1305 (crypto_secretbox, detached), message by message, out of place or in place.
 //
 // A payload is cut into chunks; chunk i is one message under nonce + i. Stateless functions, safe
-// from any thread. The kernel is chosen once per process by CPU feature; TENSORIZER_CRYPTO_KERNEL
-// (read in Python's _config.py, handed down through select_kernel) overrides it. All kernels give
+// from any thread. The kernel is chosen once per process by CPU feature; tests and benchmarks
+// choose another one by select_kernel. All kernels give
 // the same bytes. Source: docs/format.md, "Encryption"; Bernstein, "Extending the Salsa20 nonce".
 #pragma once
 

@@ -26,7 +26,7 @@ from tensorizer._io.sources import OpenedSource
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.open_index import LoadedBatch, read_index
 from tensorizer._system import cgroup, cuda_engine, perf
-from tensorizer._system.config import env_seconds, env_text, ranks_of_node
+from tensorizer._system.config import ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
 from tensorizer.errors import FormatError, MissingHashError
@@ -454,17 +454,12 @@ def _keep_memory() -> None:
     """Says how much memory of dropped tensors this process keeps for its next load; called before the first one.
 
     Memory of tensors that came from plain files stays with the process for its next load, and the kernel may take it at
-    any time. What is older than ``TENSORIZER_KEEP_MEMORY_SECONDS`` goes when more is kept: 3 by default, since a
-    process that loads again does so at once; 0 keeps nothing. At most a quarter of the memory that the machine or the
-    container has is kept.
-
-    Raises:
-        ValueError: The environment variable is no number >= 0.
+    any time. What is older than three seconds goes when more is kept, since a process that loads again does so at once.
+    At most a quarter of the memory that the machine or the container has is kept.
     """
-    seconds = env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(physical, cgroup.memory_limit() or physical)
-    _C.keep_memory(limit // _KEPT_SHARE, _KEPT_SECONDS if seconds is None else seconds)
+    _C.keep_memory(limit // _KEPT_SHARE, _KEPT_SECONDS)
 
 
 # --- past the page cache --------------------------------------------------------------------------------------------
@@ -477,19 +472,19 @@ _SHARE_OF_MEMORY = 4
 
 
 def check_direct_io(choice: Optional[str]) -> str:
-    """The choice for a load: `choice`, else what ``TENSORIZER_DIRECT_IO`` says, else ``"auto"``.
+    """The choice for a load: `choice`, or ``"auto"`` where it is ``None``.
 
     Raises:
         TypeError: Not a ``str`` or ``None``.
-        ValueError: None of the three; the message names the argument, or the variable.
+        ValueError: None of the three.
     """
     if choice is not None and not isinstance(choice, str):
         raise TypeError(f"direct_io: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {type(choice).__name__}")
-    named = "direct_io" if choice is not None else "environment variable TENSORIZER_DIRECT_IO"
-    found = choice if choice is not None else env_text("TENSORIZER_DIRECT_IO") or "auto"
-    if found not in _DIRECT_IO:
-        raise ValueError(f"{named}: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {found!r:.100}")
-    return found
+    if choice is None:
+        return "auto"
+    if choice not in _DIRECT_IO:
+        raise ValueError(f"direct_io: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {choice!r:.100}")
+    return choice
 
 
 class DirectIO:

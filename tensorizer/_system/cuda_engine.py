@@ -9,33 +9,24 @@ from typing import Any, Callable, Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._system.config import env_int, env_seconds, env_text, share_of_node
+from tensorizer._system.config import env_text, share_of_node
 from tensorizer._system.devices import empty, ordinary_tensors
 
-_MEBIBYTE = 1 << 20
 # 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
 DEFAULT_RING_SLOTS = 16
 LEAST_RING_SLOTS = 4  # of a rank that shares its machine with others
-DEFAULT_RING_SLOT_NBYTES = 8 * _MEBIBYTE
-DEFAULT_IDLE_SECONDS = 30.0  # an unused ring goes back after that
+DEFAULT_RING_SLOT_NBYTES = 8 << 20
+IDLE_SECONDS = 30.0  # an unused ring goes back after that
 
 
 def is_fast_device(device: torch.device) -> bool:
     """Whether copies to this device go through the pinned ring: CUDA itself, with a driver; not ROCm."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    use_driver_library()
     return bool(_C.cuda_driver_is_present())
 
 
-def use_driver_library() -> None:
-    """Hands ``TENSORIZER_CUDA_LIBRARY`` (default: ``libcuda.so.1``) to the extension; it counts until first use."""
-    library = env_text("TENSORIZER_CUDA_LIBRARY")
-    if library is not None:
-        _C.cuda_set_driver_library(library)
-
-
-# Slots and their bytes, as the process asked for them; None leaves them to the environment.
+# Slots and their bytes, as the process asked for them; None for the defaults.
 _ring_size: tuple[Optional[int], Optional[int]] = (None, None)
 
 
@@ -49,18 +40,12 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
     """An engine for one load or save, ordered against the caller's current stream on `device`, which has an index."""
     stream = torch.cuda.current_stream(device).cuda_stream
     slots, slot_nbytes = _ring_size
-    if slots is None:
-        slots = env_int("TENSORIZER_RING_SLOTS", 2, 1 << 20)
-    if slot_nbytes is None:
-        slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2, 1 << 20)
-        slot_nbytes = slot_mib and slot_mib * _MEBIBYTE
-    idle_seconds = env_seconds("TENSORIZER_RING_IDLE_SECONDS")
     return _C.CudaCopyEngine(
         device.index,
         stream,
         slots=share_of_node(DEFAULT_RING_SLOTS, LEAST_RING_SLOTS) if slots is None else slots,
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
-        keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
+        keep_idle_seconds=IDLE_SECONDS,
         # auto means the host until the kernels have run on a GPU (docs/gpu.md).
         open_on_device=_decrypt() == "1",
     )

@@ -31,7 +31,6 @@ _KEY_NBYTES = 32
 _MAX_PASSPHRASE_NBYTES = 65_536  # far above any; devices and pipes may have no end
 _EXISTS = "{} exists: a key is never replaced"
 _FILES = ("key_file", "passphrase_file", "generate_key")  # how the names of options with paths end
-_DEFAULTS = ("TENSORIZER_KEY_FILE", "TENSORIZER_PASSPHRASE_FILE")
 
 
 _Secret = tuple[bytes, bool]  # a key or a passphrase, and whether it is a key
@@ -51,9 +50,8 @@ def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = ""
 
 
 def key_paths(arguments: argparse.Namespace) -> dict[str, str]:
-    """The files of keys and passphrases, by the options and variables that name them."""
+    """The files of keys and passphrases, by the options that name them."""
     named = {option_of(name): value for name, value in vars(arguments).items() if name.endswith(_FILES)}
-    named.update((name, env_text(name)) for name in _DEFAULTS)
     return {name: path for name, path in named.items() if path not in (None, "-")}
 
 
@@ -113,12 +111,10 @@ def decryption(
 
     secret = _from_arguments(arguments, output, prefix)
     if secret is None and encrypted:
-        secret = _from_defaults(output)
-        if secret is None:
-            raise CryptographyError(
-                f"{what}: encrypted; pass --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file or "
-                f"--{prefix}passphrase-env"
-            )
+        raise CryptographyError(
+            f"{what}: encrypted; pass --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file or "
+            f"--{prefix}passphrase-env"
+        )
     if secret is None:
         return None
     value, is_key = secret
@@ -169,11 +165,7 @@ def _named_for_writing(
 
     secret = _from_arguments(arguments, output, "")
     if secret is None and required:
-        secret = _from_defaults(output)
-        if secret is None:
-            raise UsageError(
-                "no key: pass --key-file, --key-env, --passphrase-file, --passphrase-env or --generate-key"
-            )
+        raise UsageError("no key: pass --key-file, --key-env, --passphrase-file, --passphrase-env or --generate-key")
     if secret is None:
         return None
     value, is_key = secret
@@ -199,24 +191,17 @@ def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[s
 
 
 def _from_arguments(arguments: argparse.Namespace, output: Output, prefix: str) -> Optional[_Secret]:
-    secret = _from_files(output, *(_option(arguments, prefix, kind) for kind in ("key_file", "passphrase_file")))
-    if secret is not None:
-        return secret
+    path = _option(arguments, prefix, "key_file")
+    if path is not None:
+        return _key_of_file(path, output), True
+    path = _option(arguments, prefix, "passphrase_file")
+    if path is not None:
+        return _passphrase_of_file(path, output), False
     name = _option(arguments, prefix, "key_env")
     if name is not None:
         return _key_of_text(_variable(name), f"environment variable {name}"), True
     name = _option(arguments, prefix, "passphrase_env")
     return None if name is None else (os.fsencode(_variable(name)), False)
-
-
-def _from_defaults(output: Output) -> Optional[_Secret]:
-    return _from_files(output, *map(env_text, _DEFAULTS))
-
-
-def _from_files(output: Output, key_file: Optional[str], passphrase_file: Optional[str]) -> Optional[_Secret]:
-    if key_file is not None:
-        return _key_of_file(key_file, output), True
-    return None if passphrase_file is None else (_passphrase_of_file(passphrase_file, output), False)
 
 
 def _variable(name: str) -> str:

@@ -241,7 +241,6 @@ def test_passphrases_come_from_files_variables_and_standard_input(tmp_path, mode
     for options, environment in (
         (["--passphrase-file", words], {}),
         (["--passphrase-env", "P"], {"P": "correct horse"}),
-        ([], {"TENSORIZER_PASSPHRASE_FILE": str(words)}),
     ):
         result = run("decrypt", "--force", secret, clear, *options, **environment)
         assert result.returncode == 0, result.stderr

@@ -75,10 +75,9 @@ def test_an_output_never_replaces_the_file_of_a_key(folder):
         ("--key-file", "convert src dst/m.tensors --all --force --key-file dst/config.json"),
         ("--key", "sign m.tensors --force --key signing --output signing"),
         ("--file-key-file", "sign secret.tensors --force --key signing --file-key-file key --output key"),
-        ("TENSORIZER_KEY_FILE", "decrypt secret.tensors key --force"),
     ]
     for option, command in cases:
-        refused(folder, command.split(), option, "the same file", K=KEY.hex(), TENSORIZER_KEY_FILE="key")
+        refused(folder, command.split(), option, "the same file", K=KEY.hex())
     os.link("key", "second")
     refused(folder, ["encrypt", "m.tensors", "second", "--force", "--key-file", "key"], "the same file")
     (folder / "m.tensors.sig").write_bytes((folder / "signing").read_bytes())
@@ -120,7 +119,7 @@ def test_an_option_with_an_empty_text_is_never_taken_as_not_given(folder):
         for option in options.split():
             for given in ([f"--{option}", ""], [f"--{option}="]):
                 before = content(folder)
-                result = run(*command.split(), *given, TENSORIZER_KEY_FILE="key", TENSORIZER_CACHE="out")
+                result = run(*command.split(), *given, TENSORIZER_CACHE="out")
                 assert (result.returncode, result.stdout) == (2, b""), (command, given, result)
                 assert f"--{option}".encode() in result.stderr
                 assert b"Traceback" not in result.stderr

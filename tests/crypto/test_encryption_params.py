@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -501,25 +498,3 @@ def test_without_libsodium_every_way_to_a_key_is_a_runtime_error(
     for way in ways:
         with pytest.raises(RuntimeError, match="libsodium"):
             way()
-
-
-def run_with_kernel(name: str, code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TENSORIZER_CRYPTO_KERNEL": name}
-    code = "from tensorizer import _C\nfrom tensorizer.encryption import EncryptionParams\n" + code
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-@pytest.mark.parametrize("name", ["libsodium", _C.available_kernels()[0]])
-def test_the_environment_chooses_the_kernel(name: str) -> None:
-    result = run_with_kernel(name, "EncryptionParams.random(); print(_C.active_kernel())")
-    assert result.stdout.strip() == name, result.stderr
-
-
-def test_an_unknown_kernel_is_a_value_error_that_names_the_usable_ones() -> None:
-    code = "try: EncryptionParams.random()\nexcept ValueError as error: print(error)"
-    result = run_with_kernel("rot13", code)
-    assert "TENSORIZER_CRYPTO_KERNEL" in result.stdout
-    assert "'rot13'" in result.stdout
-    assert all(name in result.stdout for name in _C.available_kernels()), result

@@ -46,8 +46,7 @@ def gpu(request, monkeypatch):
     driver.set_delay(0, 100)
     device = accelerators.FakeDevice(driver)
     device.install(monkeypatch)
-    monkeypatch.setenv("TENSORIZER_RING_SLOTS", "4")
-    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "2")
+    monkeypatch.setattr(cuda_engine, "_ring_size", (4, 2 * MIB))
     yield device
     driver.reset()
     gc.collect()  # since Python 3.13, tracebacks of interrupted loads are part of cycles
@@ -115,8 +114,7 @@ def test_tensors_of_odd_sizes_at_odd_offsets_arrive_to_the_bit(gpu):
 
 
 def test_a_tensor_larger_than_the_ring_arrives_to_the_bit(gpu, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
-    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "2")
+    monkeypatch.setattr(cuda_engine, "_ring_size", (2, 2 * MIB))
     state = {"large": samples.tensor((9 * MIB + 13,), torch.uint8), "after": samples.tensor((3,))}
     assert_loads_as_on_cpu(gpu, written(state), verify_hash=True)
 
@@ -138,7 +136,7 @@ def leaves(value, path=()):
 
 @golden_files.each(golden_files.select(refused=False))
 def test_every_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
+    monkeypatch.setattr(cuda_engine, "_ring_size", (2, 2 * MIB))
     wanted, found = load_golden(golden, "cpu"), load_golden(golden, "cuda:0")
     samples.assert_same({path: gpu.fetch(value) for path, value in found.items()}, wanted)
 
@@ -474,10 +472,10 @@ def test_a_file_object_of_python_is_read_while_memory_is_allocated(gpu):
     samples.assert_same(gpu.load(Reader(written(state).getvalue())), state)
 
 
-@pytest.mark.parametrize("slots", ["2", "16"])
+@pytest.mark.parametrize("slots", [2, 16])
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_what_comes_over_a_network_arrives_to_the_bit(gpu, monkeypatch, tmp_path, slots, encrypted):
-    monkeypatch.setenv("TENSORIZER_RING_SLOTS", slots)
+    monkeypatch.setattr(cuda_engine, "_ring_size", (slots, 2 * MIB))
     state = {f"{i}": samples.tensor((5 * MIB + i,), torch.uint8, i) for i in range(8)}
     state.update({f"small{i}": samples.tensor((i,), torch.float32, i) for i in range(50)})
     saving, keys = key_pair(encrypted)
@@ -608,13 +606,6 @@ def test_a_device_that_is_full_is_an_out_of_memory_error_and_the_next_load_works
         torch.cuda.set_per_process_memory_fraction(1.0)
     loaded = TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0")
     assert samples.same(loaded["x"].detach().cpu(), on_cpu(file)["x"].detach())
-
-
-@pytest.mark.parametrize(("name", "value"), [("SLOTS", "1"), ("SLOT_MIB", "1"), ("SLOTS", "many"), ("SLOT_MIB", "0")])
-def test_a_senseless_size_of_the_ring_is_refused_by_name(gpu, monkeypatch, name, value):
-    monkeypatch.setenv(f"TENSORIZER_RING_{name}", value)
-    with pytest.raises(ValueError, match=f"TENSORIZER_RING_{name}.*{value}"):
-        gpu.load(written({"x": samples.tensor((10,))}))
 
 
 def test_wrong_arguments_about_pinned_memory_are_refused_by_name():
@@ -749,19 +740,19 @@ def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, f
 
 def run_script(text: str, path) -> subprocess.CompletedProcess:
     """Runs a script in a process of its own, with the fake driver's ``device`` and the ``path`` of a model."""
-    library = accelerators.build_fake_driver()
+    accelerators.build_fake_driver()
     head = """
         import os, sys, threading, time, warnings
         sys.path.insert(0, os.environ["TESTS"])
-        import accelerators, pytest, torch
+        import accelerators, pytest, torch, tensorizer.cuda
+        tensorizer.cuda.set_pinned_memory(slot_nbytes=2 << 20)
         device = accelerators.FakeDevice(accelerators.fake_driver())
         device.install(pytest.MonkeyPatch())
         path = os.environ["MODEL"]
         """
-    settings = {"TENSORIZER_RING_SLOT_MIB": "2", "TENSORIZER_CUDA_LIBRARY": str(library), "MODEL": str(path)}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
-        env=dict(os.environ, TESTS=str(TESTS), **settings),
+        env=dict(os.environ, TESTS=str(TESTS), MODEL=str(path)),
         capture_output=True,
         text=True,
         timeout=120,
@@ -780,7 +771,8 @@ def test_the_interpreter_ends_cleanly_with_a_load_in_flight(model_file):
         """
         device.driver.set_delay(30_000, 30_000)
         device.driver.kept = []
-        os.environ["TENSORIZER_RING_SLOTS"] = "2"  # far from the end of the load: torch itself aborts in such a thread
+        # Far from the end of the load: torch itself aborts in such a thread.
+        tensorizer.cuda.set_pinned_memory(slots=2, slot_nbytes=2 << 20)
         threading.Thread(target=device.load, args=(path,), daemon=True).start()
         deadline = time.monotonic() + 60
         while device.driver.calls(b"cuMemcpyHtoDAsync") == 0 and time.monotonic() < deadline:

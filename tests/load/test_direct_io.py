@@ -181,16 +181,6 @@ class TestAuto:
         TensorDeserializer(path, device="cpu", filter_func={"t3"}.__contains__)
         assert cached_share(path) > 0.3
 
-    def test_the_environment_decides_where_nobody_says(self, tmp_path, drop, monkeypatch):
-        path = write(tmp_path / "f")
-        monkeypatch.setenv("TENSORIZER_DIRECT_IO", "never")
-        drop(path)
-        assert self.load(path) > 0.9
-        drop(path)
-        assert self.load(path, direct_io="always") < NOTHING
-        monkeypatch.setenv("TENSORIZER_DIRECT_IO", "always")
-        assert self.load(path) < NOTHING
-
 
 def test_a_mapping_is_made_where_nothing_is_always_read(tmp_path, drop):
     path = write(tmp_path / "f")
@@ -225,12 +215,9 @@ def test_tensors_of_odd_safetensors_are_aligned_for_their_elements(tmp_path):
         assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
 
 
-def test_what_is_no_choice_is_refused(tmp_path, monkeypatch):
+def test_what_is_no_choice_is_refused(tmp_path):
     path = write(tmp_path / "f")
     with pytest.raises(ValueError, match=r"direct_io: wanted one of 'auto', 'always', 'never', found 'yes'"):
         TensorDeserializer(path, direct_io="yes")
     with pytest.raises(TypeError, match="direct_io: wanted one of 'auto', 'always', 'never', found bool"):
         tensorizer.torch.load_file(path, direct_io=True)
-    monkeypatch.setenv("TENSORIZER_DIRECT_IO", "1")
-    with pytest.raises(ValueError, match=r"environment variable TENSORIZER_DIRECT_IO: wanted one of .*, found '1'"):
-        TensorDeserializer(path, device="cpu")

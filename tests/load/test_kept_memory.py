@@ -7,14 +7,14 @@ import samples
 import torch
 from samples import tensor
 
-from tensorizer._load import reader
-from tensorizer._system import cgroup, config
+from tensorizer._system import cgroup
 
 PRELUDE = """
 import gc, os, sys, time, torch
 from tensorizer import DecryptionParams, TensorDeserializer, _C
 MIB = 1 << 20
-os.environ["TENSORIZER_KEEP_MEMORY_SECONDS"] = "60"  # slow machines
+from tensorizer._load import reader
+reader._KEPT_SECONDS = 60  # slow machines
 def load(path, **options):
     with TensorDeserializer(path, device="cpu", **options) as deserializer:
         return dict(deserializer.items())
@@ -108,13 +108,10 @@ assert 0 < _C.kept_nbytes() <= 6 * MIB, _C.kept_nbytes()
     )
 
 
-def test_a_setting_turns_it_off_and_a_bound_holds(run, path):
+def test_a_bound_holds(run, path):
     run(
         """
-os.environ["TENSORIZER_KEEP_MEMORY_SECONDS"] = "0"
 load(sys.argv[1])
-gc.collect()
-assert _C.kept_nbytes() == 0
 _C.keep_memory(30 * MIB, 60)
 load(sys.argv[1])
 gc.collect()
@@ -162,20 +159,6 @@ assert load(sys.argv[1], verify_hash=True)
         """,
         path,
     )
-
-
-def test_the_setting_is_a_number_of_seconds(monkeypatch):
-    reader._keep_memory.cache_clear()
-    monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", "-1")
-    with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):
-        reader._keep_memory()
-    for value in ("nan", "-0.1", "x"):
-        monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", value)
-        with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):
-            config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
-    for value in ("1e6", "1e7", "inf", "1e999"):
-        monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", value)
-        assert config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS") == 1_000_000
 
 
 def test_the_limit_of_the_container_is_the_smallest_of_its_groups(tmp_path):
