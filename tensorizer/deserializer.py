@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import types
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
@@ -70,9 +69,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` if it opens a URI.
         allow_missing_hashes: With ``verify_hash``, loads tensors without a stored hash unverified.
         public_key: Loads only what one of these keys has signed: a :class:`PublicKey`, a path, or a sequence of either.
-            To load a part of a tensor of a plain file, it reads and hashes the whole tensor (docs/signing.md).
-        signature: The signature: a path, a URI or its bytes. ``None`` looks in the file, then in the file of the same
-            name with ``.sig`` appended.
+            The signature is in the file, or in the file of the same name with ``.sig`` appended, on disk or remote. To
+            load a part of a tensor of a plain file, it reads and hashes the whole tensor (docs/signing.md).
         require_authenticated: Rejects files that neither their key nor a signature vouches for. ``None`` takes the
             value of ``TENSORIZER_REQUIRE_AUTHENTICATED`` (``1`` or ``0``), otherwise ``False``.
         direct_io: How a local file is read (docs/performance-tuning.md). ``"always"`` bypasses the page cache if the
@@ -122,12 +120,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         stream_options: Optional[Mapping[str, Any]] = None,
         allow_missing_hashes: bool = False,
         public_key: PublicKeyArgument = None,
-        signature: Optional[Union[str, bytes, os.PathLike[str]]] = None,
         require_authenticated: Optional[bool] = None,
         direct_io: Optional[str] = None,
     ) -> None:
         chosen = target_device(device)
-        trust = Trust.of(public_key, signature, require_authenticated)
+        trust = Trust.of(public_key, require_authenticated)
         access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
         options = ReadOptions(chosen, dtype, mmap, verify_hash, allow_missing_hashes, direct_io=direct_io)
         file = self._open_file = open_file(file_obj, access, options, filter_func)

@@ -219,7 +219,7 @@ class SigningKey:
         raise TypeError("a SigningKey cannot be pickled: save() it, and let only whoever signs read the file")
 
 
-_OneKey = Union[PublicKey, str, "os.PathLike[str]"]
+_OneKey = Union[PublicKey, str, os.PathLike[str]]
 #: Keys that signatures are checked with; any one of several suffices.
 PublicKeyArgument = Optional[Union[_OneKey, Sequence[_OneKey]]]
 

@@ -49,7 +49,6 @@ def load_file(
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
-    signature: Any = None,
     require_authenticated: Optional[bool] = None,
     direct_io: Optional[str] = None,
 ) -> dict[str, Any]:
@@ -70,7 +69,6 @@ def load_file(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, one of which must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
         direct_io: Whether a local file is read past the page cache, likewise.
 
@@ -89,7 +87,7 @@ def load_file(
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
     """
     chosen = target_device("cpu" if device is None else device)
-    trust = Trust.of(public_key, signature, require_authenticated)
+    trust = Trust.of(public_key, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None, direct_io=direct_io)
     with open_file(lent(filename), access, options, filter_func) as file:
@@ -180,7 +178,6 @@ def load_model(
     num_readers: Optional[int] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
-    signature: Any = None,
     require_authenticated: Optional[bool] = None,
 ) -> LoadReport:
     """Fills a model from a file, by the names of its state dict.
@@ -206,7 +203,6 @@ def load_model(
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Returns:
@@ -221,7 +217,7 @@ def load_model(
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
     view = ModuleView(model)
     chosen = target_device(view.device_of if device is None else device)
-    trust = Trust.of(public_key, signature, require_authenticated)
+    trust = Trust.of(public_key, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, trust=trust)
     options = ReadOptions(chosen, dtype, maps(backend), verify or None)
     with open_file(lent(filename), access, options) as file:
@@ -286,7 +282,6 @@ class safe_open(AbstractContextManager["safe_open"]):
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Raises:
@@ -306,13 +301,12 @@ class safe_open(AbstractContextManager["safe_open"]):
         encryption: Any = None,
         stream_options: Optional[Mapping[str, Any]] = None,
         public_key: PublicKeyArgument = None,
-        signature: Any = None,
         require_authenticated: Optional[bool] = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework: wanted 'pt', found {framework!r}")
         options = ReadOptions(target_device(device), mmap=maps(backend))
-        trust = Trust.of(public_key, signature, require_authenticated)
+        trust = Trust.of(public_key, require_authenticated)
         self._file = open_file(lent(filename), Access.to_read(encryption, stream_options, trust=trust), options)
         try:
             self._metadata = self._file.metadata()

@@ -146,7 +146,7 @@ def convert(
     begin = time.monotonic()
     access = Access.to_write(encryption, stream_options, progress)
     with contextlib.ExitStack() as stack:
-        trust = Trust.of(public_key, None, False)
+        trust = Trust.of(public_key, False)
         reading = Access.to_read(decryption, stream_options, trust=trust)
         contents, skipped, files_read, file = _open_contents(stack, source, reading, key, skip_non_tensors)
         shown_source = os.fspath(source) if file is None else file.source_name

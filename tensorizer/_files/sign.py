@@ -15,7 +15,7 @@ from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import read_checked
-from tensorizer._io.uri import LOCAL_SCHEMES, local_path, scheme_of
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._keys import signer_of
 from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
@@ -44,7 +44,6 @@ def sign(
     source: Any,
     key: Any,
     *,
-    signature: Any = None,
     check: bool = True,
     force: bool = False,
     encryption: Any = None,
@@ -55,10 +54,9 @@ def sign(
     """Signs an existing ``.tensors`` file: writes the signature beside it and does not change the file.
 
     Args:
-        source: A path, URI, descriptor or open binary file object.
+        source: A path or URI. The signature goes beside it, under its name with ``.sig`` appended. Existing signatures
+            of the same content are kept if they are right.
         key: A :class:`SigningKey`, or the path of one.
-        signature: Where to write the signature, a path or URI; ``None``: beside a local file, under its name with
-            ``.sig`` appended. Existing signatures of the same content are kept if they are right.
         check: Reads every tensor first and compares it with its digests.
         force: Replaces a signature of another content, and other files.
         encryption: The key of an encrypted file; without it `check` checks only its structure.
@@ -68,14 +66,14 @@ def sign(
 
     Raises:
         ValueError: Tensors with data and without a SHA-256, which no signature would cover; a ``.safetensors`` file;
-            shards; the source is remote or an open file and `signature` is missing.
+            shards; an open file, which has no name; a URI that cannot be written to.
         StreamExistsError: Without `force`, the file of the signature exists and is not a signature of the same content:
             of other weights, say, with the same names and shapes.
         HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
         OSError: The file cannot be read, or the signature cannot be written.
     """
     signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
-    target = _target(source, signature)
+    target = _target(source)
     with open_whole(source, Access.to_read(encryption, stream_options, num_readers)) as file:
         if file.index.format == "safetensors":
             raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
@@ -104,13 +102,13 @@ def sign(
     )
 
 
-def _target(source: Any, signature: Any) -> Any:
-    if signature is not None:
-        return signature
-    is_local = isinstance(source, (str, bytes, os.PathLike)) and scheme_of(source) in (None, *LOCAL_SCHEMES)
-    if not is_local:
-        raise ValueError("signature: say where it goes, since the source is no local path")
-    return os.fsdecode(signature_place(source))
+def _target(source: Any) -> Any:
+    if not isinstance(source, (str, bytes, os.PathLike)):
+        raise ValueError(
+            f"source: expected a path or URI, beside which the signature goes, got {type(source).__name__}"
+        )
+    place = signature_place(source)
+    return place if scheme_of(place) is not None else os.fsdecode(place)
 
 
 def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:

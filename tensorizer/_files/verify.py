@@ -96,7 +96,6 @@ def verify(
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
-    signature: Any = None,
     require_authenticated: Optional[bool] = None,
 ) -> VerifyReport:
     """Reads every tensor and compares it with the digests and authentication codes in the file.
@@ -112,7 +111,6 @@ def verify(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Returns:
@@ -130,7 +128,7 @@ def verify(
     wanted = None if sha256 is None else sha256.strip().lower()
     if wanted is not None and not _SHA256.match(wanted):
         raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(wanted)} characters")
-    trust = Trust.of(public_key, signature, require_authenticated)
+    trust = Trust.of(public_key, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
     with open_once(source, access, twice=wanted is not None) as file:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_int
-from tensorizer._system.redaction import shown_location
 
 if TYPE_CHECKING:
     from tensorizer.progress import ProgressArgument
@@ -19,31 +17,23 @@ class Trust(NamedTuple):
     """Who may vouch for a file, and whether somebody has to."""
 
     public_keys: tuple[bytes, ...] = ()
-    signature: Any = None  # a path, URI or bytes; None: in the file, or beside it
     required: bool = False
 
     def __repr__(self) -> str:
-        """Without the secrets of a URI."""
-        shown = f"{len(self.signature)} bytes" if isinstance(self.signature, bytes) else self.signature
-        shown = shown if shown is None else shown_location(shown)
-        return f"Trust({len(self.public_keys)} keys, signature={shown!r}, required={self.required!r})"
+        return f"Trust({len(self.public_keys)} keys, required={self.required!r})"
 
     @classmethod
-    def of(cls, public_key: Any, signature: Any, require_authenticated: Optional[bool]) -> Trust:
+    def of(cls, public_key: Any, require_authenticated: Optional[bool]) -> Trust:
         """From the arguments of ``TensorDeserializer`` and what the environment says.
 
         Raises:
-            ValueError: `signature` without `public_key`; a key file that holds none; a variable that is not 0 or 1.
+            ValueError: A key file that holds none; a variable that is not 0 or 1.
             TypeError: Arguments of other types.
         """
         if require_authenticated is None:
             require_authenticated = env_int("TENSORIZER_REQUIRE_AUTHENTICATED", 0, 1) == 1
         keys = () if public_key is None else public_key_bytes(public_key)
-        if signature is not None and not keys:
-            raise ValueError("signature: it says nothing without the public_key that it has to fit")
-        if signature is not None and not isinstance(signature, (str, bytes, os.PathLike)):
-            raise TypeError(f"signature: wanted a path, URI or bytes, found {type(signature).__name__}")
-        return cls(keys, signature, bool(require_authenticated))
+        return cls(keys, bool(require_authenticated))
 
 
 NOBODY = Trust()

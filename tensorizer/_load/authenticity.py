@@ -61,15 +61,13 @@ def _why_not(index: _C.Index, has_key: bool) -> str:
 
 
 def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> None:
-    trust = access.trust
-    wanted = list(trust.public_keys)
-    embedded: Optional[bool] = None
-    if trust.signature is None:
-        embedded = named(opened.name, _C.check_signatures, index, wanted)
-        if embedded:
-            return None
-    place = signature_place(opened.location) if trust.signature is None else trust.signature
-    shown = "the signature given" if isinstance(trust.signature, bytes) else str(shown_location(place))
+    """Looks in the file, then for the one of its name with ``.sig`` behind it, which is opened as the file was."""
+    wanted = list(access.trust.public_keys)
+    embedded: Optional[bool] = named(opened.name, _C.check_signatures, index, wanted)
+    if embedded:
+        return None
+    place = signature_place(opened.location)
+    shown = str(shown_location(place))
 
     def check(content: bytes) -> None:
         if named(f"{opened.name}: {shown}", _C.check_signatures, index, wanted, content):
@@ -79,21 +77,17 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> 
             raise AuthenticationError(f"{opened.name}: {shown}: the signature does not match: it is of another content")
         raise _signed_by_others(opened.name, signers)
 
-    if isinstance(trust.signature, bytes):
-        return check(trust.signature)
     denied = ""
     if place is not None:
         try:
-            # What lies beside a file is opened as the file was; another place, as the caller says.
-            options = opened.stream_options if trust.signature is None else access.stream_options
-            return read_checked(place, options, check, MAX_SIGNATURE_NBYTES)
+            return read_checked(place, opened.stream_options, check, MAX_SIGNATURE_NBYTES)
         except OSError as error:
-            if trust.signature is not None or not is_absent(error):
+            if not is_absent(error):
                 raise
             denied = f": {MAY_BE_FORBIDDEN}" if is_denied(error) else ""
     if embedded is False:
         raise _signed_by_others(opened.name, _C.embedded_signers(index))
-    nothing = "no place beside it to look (signature= names one)" if place is None else f"none at {shown}"
+    nothing = "an open file has no name to look for a .sig file by" if place is None else f"none at {shown}"
     raise AuthenticationError(f"{opened.name}: not signed: no signature in it, and {nothing}{denied}")
 
 

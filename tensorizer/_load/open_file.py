@@ -558,10 +558,6 @@ def file_of(
         check_filter(filter_func)
         check_dtype(options.dtype)
         if isinstance(opened, OpenedShards):
-            if access.trust.signature is not None:
-                raise ValueError(
-                    f"signature: wanted one file, found the shards of {opened.name}, each with its own beside it"
-                )
             access = _of_each(access, len(opened.files))
             readers = [open_reader(shard, access, options, filter_func) for shard in opened.files.values()]
         else:

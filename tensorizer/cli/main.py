@@ -185,5 +185,4 @@ _OPTIONS_OF_KEYWORDS = {
     "older_than: wanted": "--older-than: wanted",
     "opslimit: wanted": "--opslimit: wanted",
     "memlimit: wanted": "--memlimit: wanted",
-    "signature: say where it goes": "--output: say where the signature goes",
 }

@@ -22,7 +22,6 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("files", nargs="*", metavar="FILE", help="a path or URI")
     parser.add_argument("--key", metavar="PATH", help="the private key: a PEM file or 64 hexadecimal digits")
     parser.add_argument("--generate-key", metavar="PATH", help="create a key: PATH, and its public half PATH.pub")
-    parser.add_argument("--output", metavar="PATH", help="where to write the signature; default: beside a local file")
     parser.add_argument("--no-check", action="store_true", help="skip comparing the tensors with their digests first")
     add_force(parser)
     add_key_options(parser, "an encrypted file, for the check", prefix="file-")
@@ -37,24 +36,21 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         return _generate(arguments.generate_key, output)
     if not arguments.files or not arguments.key:
         raise UsageError("wanted FILE and --key, or --generate-key")
-    if arguments.output and len(arguments.files) > 1:
-        raise UsageError("--output takes one file")
     with cli.imports():
         from tensorizer._files.sign import sign
     from tensorizer._load.authenticity import signature_place
     from tensorizer.signing import SigningKey
 
-    places = [arguments.output or signature_place(file) for file in arguments.files]
+    places = [signature_place(file) for file in arguments.files]
     check_keeps_keys({"--key": arguments.key, **key_paths(arguments)}, places)
 
     key = SigningKey.from_file(arguments.key)
     documents = []
     for file in arguments.files:
-        options = stream_options(arguments, file, arguments.output or file)
+        options = stream_options(arguments, file)
         report = sign(
             file,
             key,
-            signature=arguments.output,
             check=not arguments.no_check,
             force=arguments.force,
             encryption=decryption(arguments, output, False, prefix="file-", what=escaped(file)),

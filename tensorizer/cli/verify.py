@@ -32,7 +32,6 @@ def add_parsers(commands: Any) -> None:
     group.add_argument(
         "--public-key", metavar="PATH", action="append", help="require a signature by this key, or by one of several"
     )
-    group.add_argument("--signature", metavar="PATH", help="the signature; default: in the file or beside it")
     add_key_options(parser, "the file")
     add_common(parser)
     parser.set_defaults(run=run)
@@ -45,11 +44,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
-    if arguments.signature and (len(arguments.files) > 1 or not arguments.public_key):
-        raise UsageError("--signature takes one file, and --public-key to check it with")
     reports = []
     for file in arguments.files:
-        options = stream_options(arguments, file, arguments.signature or file)
+        options = stream_options(arguments, file)
         info = inspect(file, stream_options=options)
         key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
         report = verify(
@@ -62,7 +59,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             progress=output.progress(),
             stream_options=options,
             public_key=arguments.public_key,
-            signature=arguments.signature,
         )
         reports.append(report)
         if not output.json and (_has_checked(report, arguments) or not report.ok):

@@ -44,7 +44,6 @@ def load(
     encryption: Optional[DecryptionParams] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
-    signature: Any = None,
     require_authenticated: Optional[bool] = None,
 ) -> LoadedDict:
     """Loads all tensors of a file on every rank of a group. Collective.
@@ -63,7 +62,6 @@ def load(
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every
             rank then reads whole tensors of a plain file.
-        signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Returns:
@@ -79,7 +77,7 @@ def load(
 
     def access() -> Access:
         _check_exchange(exchange)
-        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
+        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, require_authenticated))
 
     with open_for_all(ranks, file, device, dtype, access) as opened:
         chosen = opened.choose(exchange, verify_hash, 0, [], shared=True)
@@ -124,7 +122,6 @@ def load_sharded(
     encryption: Optional[DecryptionParams] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
-    signature: Any = None,
     require_authenticated: Optional[bool] = None,
 ) -> LoadReport:
     """Fills a module or state dict with this rank's part of a file. Collective.
@@ -158,7 +155,6 @@ def load_sharded(
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every
             rank then reads whole tensors of a plain file.
-        signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Raises:
@@ -177,7 +173,7 @@ def load_sharded(
 
     def access() -> Access:
         _check_exchange(exchange)
-        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
+        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, require_authenticated))
 
     with open_for_all(ranks, file, device, None, access) as opened:
         filled, wanted = None, 0

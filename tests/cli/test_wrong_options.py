@@ -73,8 +73,6 @@ def test_an_output_never_replaces_the_file_of_a_key(folder):
         ("--key-file", "encrypt secret.tensors key --force --in-key-env K --key-file key"),
         ("--in-key-file", "convert secret.tensors key --force --in-key-file key"),
         ("--key-file", "convert src dst/m.tensors --all --force --key-file dst/config.json"),
-        ("--key", "sign m.tensors --force --key signing --output signing"),
-        ("--file-key-file", "sign secret.tensors --force --key signing --file-key-file key --output key"),
     ]
     for option, command in cases:
         refused(folder, command.split(), option, "the same file", K=KEY.hex())
@@ -146,7 +144,6 @@ def test_messages_say_what_the_user_gave(folder):
     words = "encrypt m.tensors e --passphrase-env P --opslimit"
     refused(folder, [*words.split(), "0"], "--opslimit: wanted", P="words")
     refused(folder, [*words.split(), "1", "--memlimit", "0"], "--memlimit: wanted", P="words")
-    refused(folder, ["verify", "m.tensors", "--signature", "key"], "--public-key")
 
 
 def test_what_the_configuration_of_a_store_lacks_is_told_in_one_line(folder, monkeypatch):

@@ -121,16 +121,25 @@ def test_a_slice_of_a_signed_file_is_right(tmp_path):
         assert same(file.get_slice("f")[3:5, 7], wanted[3:5, 7])
 
 
+def beside(folder, data, signature=None):
+    """A file, and what lies beside it as its signature."""
+    path = folder / "m.tensors"
+    path.write_bytes(data)
+    if signature is not None:
+        Path(f"{path}.sig").write_bytes(signature)
+    return path
+
+
 def test_a_crc_alone_does_not_bind_data_to_a_signature(tmp_path):
     data = state_dict_bytes(values(), hashes="crc32")
     with pytest.raises(ValueError, match=r"no SHA-256.*'a'"):
-        tensorizer.sign(io.BytesIO(data), SIGNER, signature=tmp_path / "s", check=False)
+        tensorizer.sign(beside(tmp_path, data), SIGNER, check=False)
     with pytest.raises(ValueError, match="sha256"):
         TensorSerializer(tmp_path / "m", signing_key=SIGNER, hashes="crc32")
     assert not (tmp_path / "m").exists()
     forged = auth.signature_file(data, K)  # of a signer who is careless
     with pytest.raises(AuthenticationError, match="without a SHA-256"):
-        opened(data, public_key=SIGNER.public_key, signature=forged)
+        opened(beside(tmp_path, data, forged), public_key=SIGNER.public_key)
 
 
 def test_signatures_that_are_wrong_missing_or_damaged_are_told_apart(tmp_path):  # row 9
@@ -147,29 +156,28 @@ def test_signatures_that_are_wrong_missing_or_damaged_are_told_apart(tmp_path): 
     with pytest.raises(AuthenticationError, match=f"signed by other keys: {OTHER.public_key}"):
         opened(path, public_key=key)
     right = auth.signature_file(plain(), K)
-    with opened(path, public_key=key, signature=right) as file:
+    with opened(beside(tmp_path, plain(), right), public_key=key) as file:
         assert file.authenticated == "signature"
     other = auth.signature_file(state_dict_bytes({**values(), "q": torch.ones(1)}), K)
     same_count = auth.signature_file(renamed(plain(), {b"d": b"z"}), K)
     for wrong in (other, same_count):
         with pytest.raises(AuthenticationError, match="does not match"):
-            opened(path, public_key=key, signature=wrong)
+            opened(beside(tmp_path, plain(), wrong), public_key=key)
     for damaged in (right[:-1], right + b"\0", right[:40] + b"\xff" + right[41:], b"", b"TZRANNX1"):
         with pytest.raises(FormatError):
-            opened(path, public_key=key, signature=damaged)
+            opened(beside(tmp_path, plain(), damaged), public_key=key)
     flipped = bytearray(right)
     flipped[-10] ^= 1
     flipped[-4:] = struct.pack("<I", fmt.zlib.crc32(bytes(flipped[:-4])))
     with pytest.raises(AuthenticationError, match="does not match"):
-        opened(path, public_key=key, signature=bytes(flipped))
-    with pytest.raises(FileNotFoundError):
-        opened(path, public_key=key, signature=tmp_path / "nowhere")
+        opened(beside(tmp_path, plain(), bytes(flipped)), public_key=key)
 
 
 def test_a_signature_of_a_file_with_an_equal_index_is_refused_at_the_records(tmp_path):
     other = state_dict_bytes({**values(), "b": tensor((6, 4), seed=50)}, ties="once", metadata={"k": "v"})
+    path = beside(tmp_path, plain(), auth.signature_file(other, K))
     with (
-        opened(plain(), public_key=SIGNER.public_key, signature=auth.signature_file(other, K), lazy_load=True) as file,
+        opened(path, public_key=SIGNER.public_key, lazy_load=True) as file,
         pytest.raises(AuthenticationError, match="its record is not the one"),
     ):
         file["b"]
@@ -344,31 +352,30 @@ def test_encrypted_files_are_signed_with_and_without_their_key(tmp_path):
         assert file.authenticated == "both"
         assert same(file.get_slice("f")[2], values()["f"][2])
     old = auth.as_before(encrypted(), K)
-    with opened(old, public_key=SIGNER.public_key, encryption=OPEN, signature=auth.signature_file(old, K)) as file:
+    path = beside(tmp_path, old, auth.signature_file(old, K))
+    with opened(path, public_key=SIGNER.public_key, encryption=OPEN) as file:
         assert file.authenticated == "signature"
 
 
-def test_where_a_signature_goes_has_to_be_said_for_what_is_no_local_path(tmp_path):
-    with pytest.raises(ValueError, match="signature"):
+def test_an_open_file_has_no_place_for_a_signature(tmp_path):
+    with pytest.raises(ValueError, match=r"expected a path or URI.*BytesIO"):
         tensorizer.sign(io.BytesIO(plain()), SIGNER)
-    target = tmp_path / "elsewhere.sig"
-    tensorizer.sign(io.BytesIO(plain()), SIGNER, signature=target)
-    for signature in (target, str(target), target.read_bytes(), target.as_uri()):
-        with opened(plain(), public_key=SIGNER.public_key, signature=signature) as file:
+    for source in (beside(tmp_path, plain()).as_uri(), str(tmp_path / "m.tensors")):
+        tensorizer.sign(source, SIGNER)
+        with opened(source, public_key=SIGNER.public_key) as file:
             assert file.authenticated == "signature"
+        (tmp_path / "m.tensors.sig").unlink()
 
 
 def test_a_signature_in_a_store_is_read_with_the_options_of_the_load(tmp_path):
     pytest.importorskip("boto3")
-    path = tmp_path / "m.tensors"
-    path.write_bytes(plain())
     with S3Recorder() as store:
-        options, there = store.arguments, "s3://bucket/m.tensors.sig"
-        tensorizer.sign(path, SIGNER, signature=there, stream_options=options)
-        arguments = {"public_key": SIGNER.public_key, "signature": there, "stream_options": options}
-        for source in (path, plain()):
-            with opened(source, **arguments) as file:
-                assert file.authenticated == "signature"
+        options, there = store.arguments, "s3://bucket/m.tensors"
+        store.objects["/bucket/m.tensors"] = plain()
+        tensorizer.sign(there, SIGNER, stream_options=options)
+        assert set(store.objects) == {"/bucket/m.tensors", "/bucket/m.tensors.sig"}
+        with opened(there, public_key=SIGNER.public_key, stream_options=options) as file:
+            assert file.authenticated == "signature"
 
 
 def test_the_signature_of_a_version_in_a_store_is_the_object_beside_it(tmp_path):
@@ -539,8 +546,6 @@ def test_the_shards_of_a_model_are_each_checked(tmp_path):
         assert same(file["f"], values()["f"])
     with opened(tmp_path, public_key=key, lazy_load=True) as file:
         assert same(file.get_slice("a")[1], values()["a"][1])
-    with pytest.raises(ValueError, match="shards"):
-        opened(tmp_path, public_key=key, signature=b"")
     Path(f"{shards[0]}.sig").unlink()
     with pytest.raises(AuthenticationError, match="not signed"):
         opened(tmp_path, public_key=key)

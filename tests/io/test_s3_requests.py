@@ -976,7 +976,7 @@ class TestKeysThatMayNotList:
         with pytest.raises(FileExistsError):
             convert("s3://bucket/m.tensors", "s3://bucket/new.tensors", force=False, **options)
         key = tensorizer.SigningKey.generate()
-        tensorizer.sign("s3://bucket/m.tensors", key, signature="s3://bucket/m.tensors.sig", **options)
+        tensorizer.sign("s3://bucket/m.tensors", key, **options)
         TensorDeserializer("s3://bucket/m.tensors", device="cpu", public_key=key.public_key, **options).close()
         with pytest.raises(AuthenticationError, match="403"):
             TensorDeserializer("s3://bucket/new.tensors", device="cpu", public_key=key.public_key, **options)

@@ -80,7 +80,7 @@ class TensorizerReader(Located, StorageReader):
         if not callable(encryption):
             check_decryption(encryption)
         self._encryption = encryption
-        self._trust = Trust.of(public_key, None, require_authenticated)
+        self._trust = Trust.of(public_key, require_authenticated)
         thread_limit("threads", threads)
         self._threads = threads
         self._verify = verify_hash or bool(self._trust.public_keys)

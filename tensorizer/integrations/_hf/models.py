@@ -188,7 +188,7 @@ def own_file_of_library(weights: Weights) -> Path:
     """
     options, folder = weights.options, weights.folder
     path = None if weights.pickled else local_path(weights.source)
-    trust = Trust.of(options.public_key, None, options.require_authenticated)
+    trust = Trust.of(options.public_key, options.require_authenticated)
     asked = options.verify or options.encryption is not None or trust.required
     usual = re.fullmatch(r"model(\.[\w.-]+)?\.safetensors(\.index(\.[\w.-]+)?\.json)?", os.path.basename(path or ""))
     if usual and not asked:

@@ -53,7 +53,7 @@ class Weights(NamedTuple):
     def open(self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None) -> OpenFile:
         """The file, with nothing read but its index."""
         options = self.options
-        trust = Trust.of(options.public_key, None, options.require_authenticated)
+        trust = Trust.of(options.public_key, options.require_authenticated)
         access = Access.to_read(options.encryption, self.folder.stream_options, trust=trust)
         how = ReadOptions(target_device(device), dtype, self._mmap, options.verify or None)
         return open_file(self.source, access, how, filter_func)
@@ -99,7 +99,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
                 f"{folder.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
                 "nothing in it is run)"
             )
-        if options.public_key is not None or Trust.of(None, None, options.require_authenticated).required:
+        if options.public_key is not None or Trust.of(None, options.require_authenticated).required:
             raise AuthenticationError(
                 f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches"
             )
