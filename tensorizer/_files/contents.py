@@ -273,15 +273,12 @@ def _head(path: str, nbytes: int = HEAD_NBYTES) -> bytes:
         return file.read(nbytes)
 
 
-def read_pickled(
-    files: Sequence[str], key: Optional[str] = None, skip_non_tensors: bool = False
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+def read_pickled(files: Sequence[str], skip_non_tensors: bool = False) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of a pickled state dict.
 
     Args:
-        files: Local files, which are taken together.
-        key: Where the state dict is, in dots: ``"model.ema"``. ``None``: the whole file, or the first of the places
-            where training scripts keep it.
+        files: Local files, which are taken together. The state dict is the whole content of a file, or under the first
+            of the keys where training scripts keep it.
         skip_non_tensors: Leaves out what is no tensor, instead of refusing it.
 
     Returns:
@@ -301,7 +298,7 @@ def read_pickled(
     tensors: dict[str, torch.Tensor] = {}
     others: list[str] = []
     for path in files:
-        found, skipped = _read_one(path, key, skip_non_tensors)
+        found, skipped = _read_one(path, skip_non_tensors)
         twice = tensors.keys() & found.keys()
         if twice:
             raise FormatError(f"{path}: tensor {min(twice)!r:.200} is in another file of the model, too")
@@ -310,7 +307,7 @@ def read_pickled(
     return tensors, others
 
 
-def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _read_one(path: str, skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     is_zip = _head(path).startswith(_ZIP)
     if is_zip:
         _check_archive(path)
@@ -327,10 +324,9 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
         told = FormatError(f"{path}: cannot be read as plain weights: {torch_refusal(error)}")
         foreign.tell_foreign(told, _head(path, foreign.HEAD_NBYTES))
         raise told from None
-    found = _state_dict(content, key)
+    found = _state_dict(content)
     if found is None:
-        where = f"under key {key!r}" if key else f"as a whole or under {', '.join(_USUAL_KEYS)}"
-        raise FormatError(f"{path}: no state dict {where}")
+        raise FormatError(f"{path}: no state dict as a whole or under {', '.join(_USUAL_KEYS)}")
     tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, torch.Tensor)}
     others = [name for name, leaf in found.items() if not isinstance(leaf, torch.Tensor)]
     refused = [name for name in others if not isinstance(found[name], str)]
@@ -340,7 +336,7 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
         )
     for name in refused:
         if _holds_tensors(found[name]):  # perhaps the model, beside a counter of steps that is a tensor
-            logger.warning("%s: %r is left out, although it holds tensors; key= can select it", path, name)
+            logger.warning("%s: %r is left out, although it holds tensors", path, name)
     unfit = not_storable(tensors)
     if unfit:
         raise UnsupportedContentError(f"{path}: {'; '.join(unfit)}")
@@ -356,11 +352,7 @@ def _check_archive(path: str) -> None:
         pass  # torch says what is wrong
 
 
-def _state_dict(content: Any, key: Optional[str]) -> Optional[Mapping[str, Any]]:
-    if key is not None:
-        for step in key.split("."):
-            content = content.get(step) if isinstance(content, Mapping) else None
-        return content if _holds_tensors(content) else None
+def _state_dict(content: Any) -> Optional[Mapping[str, Any]]:
     if _holds_tensors(content):
         return content  # type: ignore[no-any-return]
     for usual in _USUAL_KEYS:

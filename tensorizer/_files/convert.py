@@ -79,7 +79,6 @@ def convert(
     check: bool = True,
     keep_order: bool = False,
     flatten: bool = False,
-    key: Optional[str] = None,
     skip_non_tensors: bool = False,
     force: bool = True,
     dry_run: bool = False,
@@ -106,8 +105,7 @@ def convert(
             no known one.
         dtype: Converts floating-point tensors of 16 bits and more; others stay as they are.
         max_shard_size: Writes several files and an index beside the name of `target`, each of at most so many bytes,
-            or a text like ``"5GB"``, and then removes other files of the model of that name (a single file, other
-            shards, their index), but none that it read; ``None``, the default, writes one file and removes nothing.
+            or a text like ``"5GB"``; ``None``, the default, writes one file.
         ties: How to store a tensor with several names: ``"once"`` stores it once and records the other names,
             ``"twice"`` stores it under each name, ``"error"`` raises.
         encryption: Encrypts the target (``.tensors`` only).
@@ -119,7 +117,6 @@ def convert(
         keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of using that of the reference's
             writer. A file converted from ``.safetensors`` and back is the same, byte for byte.
         flatten: Joins the steps of nested names with dots, for a ``.safetensors`` target.
-        key: Where the state dict is in a pickled file, in dots.
         skip_non_tensors: Leaves out values of a pickled file that are not tensors.
         force: Replaces an existing target.
         dry_run: Writes nothing, and reports what would be written.
@@ -133,7 +130,9 @@ def convert(
     Raises:
         UnsupportedContentError: The target's format cannot hold something, or `all_files` with a model that torchao has
             quantised; nothing was written.
-        StreamExistsError: Without `force`, the target exists, or the target of a file that would be copied.
+        StreamExistsError: Without `force`, the target exists, or the target of a file that would be copied. With
+            `max_shard_size`, other files of the model of that name exist (a single file, other shards, their index)
+            that are not read: `force` replaces none of them.
         HashMismatchError: The source disagrees with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
         AuthenticationError: The source differs from what its key or a signature vouches for.
@@ -148,7 +147,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, False)
         reading = Access.to_read(decryption, stream_options, trust=trust)
-        contents, skipped, files_read, file = _open_contents(stack, source, reading, key, skip_non_tensors)
+        contents, skipped, files_read, file = _open_contents(stack, source, reading, skip_non_tensors)
         shown_source = os.fspath(source) if file is None else file.source_name
         options = WriteOptions(
             format=format,
@@ -160,6 +159,7 @@ def convert(
             flatten=flatten,
             force=force,
             dry_run=dry_run,
+            replaces_forms=False,
             reads={identity_of(location) for location in files_read if isinstance(location, (str, bytes, os.PathLike))},
         )
         target = file_in_folder(target, format)
@@ -237,14 +237,14 @@ def _check_is_told_from_folders(target: Any) -> None:
 
 
 def _open_contents(
-    stack: contextlib.ExitStack, source: Any, access: Access, key: Optional[str], skip_non_tensors: bool
+    stack: contextlib.ExitStack, source: Any, access: Access, skip_non_tensors: bool
 ) -> tuple[Contents, list[str], list[Any], Optional[OpenFile]]:
     """The tensors of a source, what of a pickle is none, the files that they come from, and the open file, if any."""
     files = pickled_files(source)
     if files:
         if access.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
-        tensors, skipped = read_pickled(files, key, skip_non_tensors)
+        tensors, skipped = read_pickled(files, skip_non_tensors)
         return contents_of_tensors(tensors), skipped, [source, *files], None
     file = stack.enter_context(open_once(source, access, twice=False))
     return contents_of_file(file, verify=file.index.stores_hashes), [], file.opened.locations, file

@@ -70,6 +70,8 @@ class WriteOptions(NamedTuple):
     max_workers: int = 0
     reads: Collection[Hashable] = ()
     """The files that the contents come from, as :func:`~tensorizer._io.uri.identity_of` tells them apart: they stay."""
+    replaces_forms: bool = True
+    """With `max_shard_size`: whether other files of the model of that name are removed, instead of refused."""
 
 
 def write_contents(contents: Contents, target: Any, options: WriteOptions, access: Access) -> tuple[Plan, list[Any]]:
@@ -102,9 +104,10 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
     old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
     old = [path for path in old if identity_of(path) not in options.reads]
-    if old and not options.force:
+    if old and not options.replaces_forms:
         raise StreamExistsError(
-            f"{shown_location(old[0])} exists, of an older form of {shown_location(target)} (force removes it)"
+            f"{shown_location(old[0])} exists, another form of {shown_location(target)}, and readers could not tell "
+            "which of the two is meant: remove it first"
         )
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)

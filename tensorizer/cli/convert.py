@@ -40,7 +40,6 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("--keep-order", action="store_true", help="write .safetensors in the order of the source")
     parser.add_argument("--flatten", action="store_true", help="join nested names with dots")
-    parser.add_argument("--key", metavar="PATH", help="the state dict in a .pt file, as a dotted path")
     parser.add_argument(
         "--skip-non-tensors", action="store_true", help="ignore values of a .pt file that are not tensors"
     )
@@ -81,7 +80,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         check=not arguments.no_check,
         keep_order=arguments.keep_order,
         flatten=arguments.flatten,
-        key=arguments.key,
         skip_non_tensors=arguments.skip_non_tensors,
         dry_run=arguments.dry_run,
         force=arguments.force,

@@ -176,7 +176,6 @@ _OPTIONS_OF_KEYWORDS = {
     "set s3_region_name or s3_endpoint": "set AWS_REGION or --s3-endpoint",
     "pass s3_access_key_id and s3_secret_access_key": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "(force replaces it)": "(--force replaces it)",
-    "(force removes it)": "(--force removes it)",
     "sha256: wanted": "--sha256: wanted",
     "(skip_non_tensors)": "(--skip-non-tensors)",
     "all_files: ": "--all: ",

@@ -172,8 +172,9 @@ def test_pickled_state_dicts_are_read_without_running_them(tmp_path):
         tensorizer.convert(tmp_path / "m.pt", tmp_path / "x.safetensors", ties="error")
     tensorizer.convert(tmp_path / "m.pt", tmp_path / "twice.safetensors", ties="twice")
     assert set(safetensors_torch.load_file(tmp_path / "twice.safetensors")) == {"a", "b", "c"}
-    with pytest.raises(tensorizer.FormatError, match="nowhere"):
-        tensorizer.convert(tmp_path / "m.pt", tmp_path / "x", key="nowhere")
+    torch.save({"elsewhere": content}, tmp_path / "deep.pt")
+    with pytest.raises(tensorizer.FormatError, match="no state dict"):
+        tensorizer.convert(tmp_path / "deep.pt", tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -199,9 +200,7 @@ def test_a_mapping_of_tensors_that_skip_non_tensors_leaves_out_is_warned_of(tmp_
     report = tensorizer.convert(tmp_path / "m.pt", tmp_path / "m.tensors", skip_non_tensors=True)
     assert report.skipped == ("epoch", "model")
     (record,) = caplog.records
-    assert record.message == f"{tmp_path}/m.pt: 'model' is left out, although it holds tensors; key= can select it"
-    report = tensorizer.convert(tmp_path / "m.pt", tmp_path / "m.tensors", key="model")
-    assert (report.tensors, report.skipped) == (1, ())
+    assert record.message == f"{tmp_path}/m.pt: 'model' is left out, although it holds tensors"
 
 
 class Canary:
@@ -406,15 +405,37 @@ def test_an_interrupted_conversion_leaves_what_was_there(tmp_path):
         if progress.bytes_done:
             raise KeyboardInterrupt
 
-    for name, options in (("t.tensors", {}), ("t.safetensors", {}), ("t.safetensors", {"max_shard_size": "30MB"})):
-        target = tmp_path / "out" / name
-        target.parent.mkdir()
-        target.write_bytes(b"old")
+    first = "t-00001-of-00004.safetensors"
+    for name, old, options in (
+        ("t.tensors", "t.tensors", {}),
+        ("t.safetensors", "t.safetensors", {}),
+        ("t.safetensors", first, {"max_shard_size": "30MB"}),
+    ):
+        folder = tmp_path / "out"
+        folder.mkdir()
+        (folder / old).write_bytes(b"old")
         with pytest.raises(KeyboardInterrupt):
-            tensorizer.convert(source, target, progress=interrupt, **options)
-        assert [path.name for path in target.parent.iterdir()] == [name]
-        assert target.read_bytes() == b"old"
-        target.unlink()
+            tensorizer.convert(source, folder / name, progress=interrupt, **options)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {old: b"old"}
+        (folder / old).unlink()
+        folder.rmdir()
+
+
+def test_shards_are_not_written_beside_another_form_of_the_model(tmp_path):
+    source = write(tmp_path / "m.tensors", {f"t{i}": torch.full((1000,), float(i)) for i in range(4)})
+    target = tmp_path / "out" / "t.safetensors"
+    for size, other in (("5KB", 9_000), (9_000, "1GB"), ("1GB", "5KB")):
+        target.parent.mkdir()
+        tensorizer.convert(source, target, max_shard_size=size)
+        before = {path: path.read_bytes() for path in target.parent.iterdir()}
+        for dry_run in (False, True):
+            with pytest.raises(StreamExistsError, match=r"another form of .*t\.safetensors.*remove it first"):
+                tensorizer.convert(source, target, max_shard_size=other, dry_run=dry_run)
+        assert {path: path.read_bytes() for path in target.parent.iterdir()} == before
+        tensorizer.convert(source, target, max_shard_size=size)
+        assert {*target.parent.iterdir()} == {*before}
+        for path in before:
+            path.unlink()
         target.parent.rmdir()
 
 
@@ -613,7 +634,7 @@ def test_blobs_of_a_hub_cache_are_never_written_through(tmp_path):
         "no check": lambda path: tensorizer.convert(source, path, check=False),
         "save_file": lambda path: save_file(state(), path),
         "serializer": lambda path: write(path, state()),
-        "shards": lambda path: tensorizer.convert(source, path, max_shard_size="1MB"),
+        "shards": lambda path: save_file(state(), path, max_shard_size="1MB"),
     }
     for what, action in actions.items():
         blob.write_bytes(b"of the hub")

@@ -83,8 +83,9 @@ def test_the_other_form_of_a_model_at_a_uri_is_replaced_too(tmp_path, scheme):
         for prefix in (folder, f"{folder}/"):
             with tensorizer.TensorDeserializer(prefix, device="cpu") as found:
                 assert all(torch.equal(tensor, found[name]) for name, tensor in newer.items())
-        with pytest.raises(FileExistsError, match="exists"):
-            convert(source, f"{folder}/model.tensors", max_shard_size=shard_sizes[0], force=False)
+        for force in (False, True):
+            with pytest.raises(FileExistsError, match="exists"):
+                convert(source, f"{folder}/model.tensors", max_shard_size=shard_sizes[0], force=force)
 
 
 def test_what_a_conversion_reads_at_a_uri_stays(tmp_path):
