@@ -5,10 +5,9 @@
     python hf_serialization.py ./my-stable-diffusion ./out --model-type diffusers
 
 INPUT is a model name or a local folder. For a transformers model, hf_main() writes model.tensors in half precision, its
-configuration and its tokenizer. For a diffusers pipeline, df_main() writes the files that the published loading code
-reads: vae.tensors, unet.tensors and encoder.tensors, each with its configuration, tokenizer.zip and scheduler.zip.
-Credentials for S3 come from S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY and
-S3_ENDPOINT_URL, or else from where tensorizer.stream_io finds them.
+configuration and its tokenizer. For a diffusers pipeline, df_main() writes a folder for each of its parts. Credentials
+for S3 come from S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY and S3_ENDPOINT_URL, or else from where tensorizer.stream_io
+finds them.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from typing import Any
 import torch
 
 from tensorizer import stream_io
-from tensorizer.integrations.huggingface import (
-    config_to_json,
-    from_pretrained,
-    load_model,
-    save_pretrained,
-    serialize_model,
-    serialize_pretrained,
-)
+from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
 logger = logging.getLogger("hf_serialization")
 
@@ -82,28 +74,23 @@ def hf_main(args: argparse.Namespace) -> None:
     if must_write(args, "config.json"):  # it is written behind the weights
         tokenizer = AutoTokenizer.from_pretrained(args.input_directory)
         save_pretrained(model, output, tokenizer=tokenizer, stream_options=options)
-        write_text(f"{output}/model-config.json", config_to_json(model.config))  # where published loading code looks
     if args.validate:
         validate(model, from_pretrained(None, output, stream_options=options))
 
 
 def df_main(args: argparse.Namespace) -> None:
-    """Write the parts of a Stable Diffusion pipeline, each as files of its own; load them back with --validate."""
+    """Write a diffusers pipeline, each part in a folder of its own; load it back with --validate."""
     from diffusers import DiffusionPipeline
 
     pipeline = DiffusionPipeline.from_pretrained(args.input_directory)
     output, options = args.output_prefix, stream_options()
-    models = {"encoder": pipeline.text_encoder, "vae": pipeline.vae, "unet": pipeline.unet}
-    if must_write(args, "scheduler.zip"):  # it is written last
-        for name, model in models.items():
-            serialize_model(model, model.config, output, name, stream_options=options)
-        for name in ("tokenizer", "scheduler"):
-            serialize_pretrained(getattr(pipeline, name), output, name, stream_options=options)
+    if must_write(args, "tensorizer_files.json"):  # it is written last
+        save_pretrained(pipeline, output, stream_options=options)
     if args.validate:
-        for name, model in models.items():
-            config_class = type(model.config) if hasattr(model.config, "to_dict") else None
-            loaded = load_model(output, type(model), config_class, name, device="cpu", stream_options=options)
-            validate(model, loaded)
+        loaded = from_pretrained(None, output, stream_options=options)
+        for name, part in pipeline.components.items():
+            if isinstance(part, torch.nn.Module):
+                validate(part, getattr(loaded, name))
 
 
 def must_write(args: argparse.Namespace, last: str) -> bool:
@@ -113,11 +100,6 @@ def must_write(args: argparse.Namespace, last: str) -> bool:
         return False
     logger.info("writing %s", args.output_prefix)
     return True
-
-
-def write_text(uri: str, text: str) -> None:
-    with stream_io.open_stream(uri, "wb+", **stream_options()) as stream:
-        stream.write(text.encode())
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,32 +1,23 @@
 """Models, pipelines and adapters of the Hugging Face libraries, to and from folders, buckets and the hub.
 
-:func:`save_pretrained` and :func:`from_pretrained` are one line each way. The other functions are those of earlier
-releases (:mod:`tensorizer.legacy`). No library is imported before it is needed.
+:func:`save_pretrained` and :func:`from_pretrained` are one line each way. No library is imported before it is needed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 import torch
 
 from tensorizer._load.arguments import as_device
-from tensorizer.legacy import Folder, StreamOptions, load_pretrained, serialize_pretrained
-from tensorizer.legacy import config_to_json as config_to_json
-from tensorizer.legacy import load_model_folder as load_model
-from tensorizer.legacy import write_model_folder as serialize_model
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = [
-    "from_pretrained",
-    "load_adapter",
-    "load_model",
-    "load_pretrained",
-    "save_pretrained",
-    "serialize_model",
-    "serialize_pretrained",
-]
+__all__ = ["from_pretrained", "load_adapter", "save_pretrained"]
+
+Folder = Union[str, os.PathLike[str]]
+StreamOptions = Optional[Mapping[str, Any]]
 
 
 def save_pretrained(

@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
+import tensorizer
 from tensorizer.errors import LoadError
-from tensorizer.integrations.huggingface import from_pretrained, load_model, save_pretrained, serialize_model
+from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
@@ -89,11 +90,12 @@ def test_every_class_that_can_be_built_small_loads_as_the_library_loads_it(part,
     assert tried > 10
 
 
+@pytest.mark.filterwarnings("ignore:tensorizer:DeprecationWarning")
 def test_load_model_of_a_half_precision_model_has_the_tables_of_the_library(tmp_path):
     model = every_model.build("GPTJForCausalLM").to(torch.bfloat16)
     right, _ = library_load(type(model), model, tmp_path / "library")
-    serialize_model(copy.deepcopy(model), right.config, str(tmp_path / "old"))
-    assert differences(load_model(str(tmp_path / "old"), type(model), device="cpu"), right) == []
+    tensorizer.serialize_model(copy.deepcopy(model), right.config, str(tmp_path / "old"))
+    assert differences(tensorizer.load_model(str(tmp_path / "old"), type(model), device="cpu"), right) == []
 
 
 def test_a_table_that_only_the_constructor_computes_is_kept(tmp_path):

@@ -22,7 +22,7 @@ from tensorizer import _C, DecryptionParams, EncryptionParams
 from tensorizer._load.fit import ModuleView
 from tensorizer._load.modules import Filling, ModuleFill, module_names
 from tensorizer.errors import FormatError, LoadError, MissingHashError, UnsupportedContentError
-from tensorizer.integrations.huggingface import from_pretrained, load_model, save_pretrained, serialize_model
+from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
@@ -690,9 +690,6 @@ def test_a_compiled_model_is_saved_as_the_model_that_was_compiled(tmp_path):
             folder = tmp_path / what / form
             save_pretrained(saved, folder, **options)
             assert_as_the_library(from_pretrained(None, folder), model, f"{what} {form}")
-        serialize_model(saved, model.config, str(tmp_path / what / "old"))
-        old = load_model(str(tmp_path / what / "old"), type(model), device="cpu")
-        assert list(old.state_dict()) == list(model.state_dict()), what
     assert type(parts.model) is type(whole)  # what was saved is as it was
     assert "model._orig_mod.layers.1._orig_mod.mlp.up_proj.weight" in parts.state_dict()
 

@@ -19,7 +19,6 @@ from servers.file_server import serve_folder
 import tensorizer
 from tensorizer import TensorSerializer
 from tensorizer.errors import FormatError, LoadError, UnsupportedContentError
-from tensorizer.integrations import huggingface
 from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -366,7 +365,8 @@ def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path
     model = tiny_models.llama()
     model_folder, ours = tmp_path / "base", tmp_path / "ours"
     save_pretrained(model, model_folder)
-    huggingface.serialize_model(model, model.config, tmp_path / "old")
+    with pytest.warns(DeprecationWarning, match="serialize_model"):
+        tensorizer.serialize_model(model, model.config, tmp_path / "old")
     save_pretrained(with_adapter(from_pretrained(None, model_folder)), ours)
     config = ours / "adapter_config.json"
     shown = []
@@ -384,7 +384,7 @@ def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path
         for call in (
             lambda: from_pretrained(None, f"{address}/base"),
             lambda: load_adapter(loaded, f"{address}/ours"),
-            lambda: huggingface.load_model(f"{address}/old", transformers.LlamaForCausalLM, device="cpu"),
+            lambda: tensorizer.load_model(f"{address}/old", transformers.LlamaForCausalLM, device="cpu"),
             lambda: from_pretrained(None, "hf://user:secret@org/name?token=secret"),
             lambda: from_pretrained(None, "hf://org/name@main/x?token=secret", revision="other"),
         ):
@@ -453,16 +453,7 @@ def test_sentence_transformers_loads_what_was_saved_as_safetensors(tmp_path):
             from_pretrained(cls, tmp_path / "ours")
 
 
-# --- the old functions -----------------------------------------------------------------------------------------------
-
-
-def test_the_old_functions_load_what_the_new_ones_write(tmp_path):
-    model = tiny_models.llama()
-    model.generation_config.max_new_tokens = 7
-    huggingface.serialize_model(model, model.config, tmp_path / "old")
-    new = from_pretrained(transformers.LlamaForCausalLM, tmp_path / "old")
-    assert_same_state(new, model)
-    assert new.generation_config.max_new_tokens == 7
+# --- folders that name others ----------------------------------------------------------------------------------------
 
 
 def test_a_repository_that_names_folders_outside_writes_nothing_there(tmp_path):

@@ -83,6 +83,13 @@ assert isinstance(TensorType.PARAM, tensorizer.TensorType)
     )
 
 
+def test_the_page_of_the_reference_has_every_name_of_the_package():
+    page = (Path(__file__).parents[2] / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    section = page.partition("## Names in the package")[2]
+    assert not [name for name in tensorizer.__all__ if f"`{name}`" not in section and name not in errors.__all__]
+    assert len(set(tensorizer.__all__)) <= 70
+
+
 def test_every_exception_is_on_the_top_level():
     for name in errors.__all__:
         assert getattr(tensorizer, name) is getattr(errors, name)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import tempfile
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
-from servers.file_server import serve_folder
 
 import tensorizer
-from tensorizer import FormatError, legacy
+from tensorizer import legacy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -61,14 +57,19 @@ def test_the_signatures_are_the_published_ones():
 
 def test_both_are_found_on_the_package_and_warn_at_the_caller(tmp_path):
     net = Net()
-    with pytest.warns(DeprecationWarning, match="huggingface.serialize_model") as caught:
+    with pytest.warns(DeprecationWarning, match="huggingface.save_pretrained") as caught:
         tensorizer.serialize_model(model=net, config=None, model_directory=str(tmp_path))
     assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="huggingface.load_model") as caught:
+    with pytest.warns(DeprecationWarning, match=r"huggingface\.from_pretrained") as caught:
         model = tensorizer.load_model(path_uri=str(tmp_path), modelclass=Net, device="cpu")
     assert caught[0].filename == __file__
     assert [file.name for file in tmp_path.iterdir()] == ["model.tensors"]
     assert_same(model, net)
+
+
+def test_a_module_is_for_the_function_of_another_module(tmp_path):
+    with pytest.raises(TypeError, match=r"tensorizer\.torch\.load_model"):
+        tensorizer.load_model(Net(), tmp_path / "model.tensors")
 
 
 @pytest.mark.parametrize("configclass", [Config, None])
@@ -118,62 +119,3 @@ def test_a_configuration_that_is_no_object_of_json_is_named(tmp_path, text):
     for configclass in (Config, None):
         with pytest.raises(ValueError, match=r"model-config\.json"):
             tensorizer.load_model(tmp_path, Net, configclass, device="cpu")
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "a byte", "no zip"])
-def test_a_zip_file_that_cannot_be_unpacked_is_named(tmp_path, damage):
-    class Component:
-        def save_pretrained(self, folder):
-            Path(folder, "vocabulary.txt").write_text("a b c " * 100)
-
-    legacy.serialize_pretrained(Component(), tmp_path, "tokenizer")
-    path = tmp_path / "tokenizer.zip"
-    content = bytearray(path.read_bytes())
-    content[48] ^= 0xFF  # in the packed text
-    path.write_bytes({"empty": b"", "cut": content[:-30], "a byte": content, "no zip": b"<html></html>"}[damage])
-    with pytest.raises(FormatError, match=r"tokenizer\.zip"):
-        legacy.load_pretrained(Component, tmp_path, "tokenizer")
-
-
-def bomb(path, files, nbytes, kind=zipfile.ZIP_DEFLATED):
-    with zipfile.ZipFile(path, "w", kind) as archive:
-        for number in range(files):
-            archive.writestr(f"{number}.txt", b"a" * nbytes)
-
-
-@pytest.mark.parametrize(("files", "nbytes"), [(1, 40 << 20), (40, 1 << 20), (10_001, 1)])
-@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
-def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_before_a_byte_is(
-    tmp_path, monkeypatch, files, nbytes, kind
-):
-    place = tmp_path / "unpacked"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    bomb(tmp_path / "tokenizer.zip", files, nbytes, kind)
-    with serve_folder(tmp_path) as web:
-        for folder in (tmp_path, web):
-            with pytest.raises(FormatError, match=r"tokenizer\.zip: wanted an archive"):
-                legacy.load_pretrained(None, folder, "tokenizer")
-    assert list(place.iterdir()) == []
-
-
-def test_an_archive_that_lies_about_its_sizes_unpacks_to_no_more_than_it_says(tmp_path):
-    path = tmp_path / "tokenizer.zip"
-    bomb(path, 1, 40 << 20)
-    content = path.read_bytes()
-    path.write_bytes(content.replace((40 << 20).to_bytes(4, "little"), (1000).to_bytes(4, "little")))
-    with pytest.raises(FormatError, match=r"tokenizer\.zip"):
-        legacy.load_pretrained(None, tmp_path, "tokenizer")
-
-
-def test_a_tokenizer_of_many_equal_lines_is_unpacked(tmp_path):
-    class Component:
-        def save_pretrained(self, folder):
-            Path(folder, "vocabulary.txt").write_text("a b c " * 100_000)
-
-        @classmethod
-        def from_pretrained(cls, folder):
-            return Path(folder, "vocabulary.txt").read_text()
-
-    legacy.serialize_pretrained(Component(), tmp_path, "tokenizer")
-    assert len(legacy.load_pretrained(Component, tmp_path, "tokenizer")) == 600_000

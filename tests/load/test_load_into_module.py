@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tensorizer
 from tensorizer import FormatError, HashMismatchError, LoadError, TensorDeserializer, TensorSerializer, TensorType
-from tensorizer.integrations import huggingface
 from tensorizer.torch import save_file
 
 pytestmark = pytest.mark.usefixtures("eager_and_lazy")
@@ -542,13 +541,11 @@ def test_what_does_not_fit_is_refused_before_a_payload_is_read(tmp_path):
     path.write_bytes(content)
     target = nn.ModuleList()  # without the submodule
     with pytest.raises(HashMismatchError):
-        tensorizer.load_model(nn.Sequential(nn.Linear(64, 64)), path, verify=True)
+        tensorizer.torch.load_model(nn.Sequential(nn.Linear(64, 64)), path, verify=True)
     with pytest.raises(LoadError, match="Unexpected key"):
-        tensorizer.load_model(target, path, verify=True)
+        tensorizer.torch.load_model(target, path, verify=True)
     with TensorDeserializer(path, device="cpu", lazy_load=True) as file, pytest.raises(KeyError, match="submodule"):
         file.load_into_module(target, verify_hash=True)
-    with pytest.raises(KeyError, match="submodule"):
-        huggingface.load_model(tmp_path, nn.ModuleList, device="cpu", verify_hash=True)
 
 
 def test_nothing_is_replaced_where_one_name_cannot_be_placed():

@@ -144,12 +144,12 @@ def test_a_report_of_a_load_is_a_table_of_what_did_not_fit(tmp_path):
     hostile = "<script>alert(1)</script>"
     model = torch.nn.Linear(2, 2)
     file = write(tmp_path / "a.tensors", {"weight": torch.ones(2, 2), hostile: torch.ones(1)})
-    report = tensorizer.load_model(model, file, strict=False)
+    report = tensorizer.torch.load_model(model, file, strict=False)
     table = Table(report._repr_html_())
     assert [row[0] for row in table.rows] == ["loaded", "missing", "unexpected"]
     assert table.rows[0][1].startswith("1 tensor, 16 bytes in ")
     assert [row[1] for row in table.rows[1:]] == ["bias", hostile]
     assert {tag for tag, _ in table.tags} == {"div", "p", "code", "table", "tbody", "tr", "td"}
     many = {f"unexpected{i}x": torch.ones(1) for i in range(300)}
-    report = tensorizer.load_model(model, write(tmp_path / "b.tensors", many), strict=False)
+    report = tensorizer.torch.load_model(model, write(tmp_path / "b.tensors", many), strict=False)
     assert "and 200 more" in report._repr_html_()

@@ -341,13 +341,6 @@ def test_assign_replaces_and_false_copies(tmp_path):
         load_model(target, tmp_path / "m.safetensors", assign="never")
 
 
-def test_load_model_of_the_package_tells_models_from_paths(tmp_path):
-    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    save_model(source, tmp_path / "m.safetensors")
-    assert tensorizer.load_model(target, tmp_path / "m.safetensors").ok
-    assert target.weight.equal(source.weight)
-
-
 class Renames(torch.nn.Linear):
     """Takes its weight under an older name, too."""
 
