@@ -314,7 +314,7 @@ def finish_static(module: Path) -> None:
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", listed)
     wrong = [name for name in needed if not LIBC_FAMILY.match(name)]
     if wrong:
-        sys.exit(f"tensorizer: {module.name} needs {', '.join(wrong)}: wanted the C and C++ libraries alone")
+        sys.exit(f"tensorizer: {module.name} needs {', '.join(wrong)}: expected the C and C++ libraries alone")
     symbols = folder_of("TENSORIZER_DEBUG_FILES")
     if symbols:
         symbols.mkdir(parents=True, exist_ok=True)

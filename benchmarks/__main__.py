@@ -26,7 +26,7 @@ def size(text: str) -> int:
     """
     match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"wanted a size such as 2GB or 64MB, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size such as 2GB or 64MB, got {text!r}")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 

@@ -162,5 +162,5 @@ class Bench:
         found = models.checksum(state)
         if found != self.manifest.checksum:
             raise RuntimeError(
-                f"{self.contender.label}: wrong bytes: checksum {found}, wanted {self.manifest.checksum}"
+                f"{self.contender.label}: wrong bytes: checksum {found}, expected {self.manifest.checksum}"
             )

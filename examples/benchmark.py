@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.trials, *args.buffer_sizes) < 1:
-        parser.error("--trials, --buffer-sizes: wanted 1 or more")
+        parser.error("--trials, --buffer-sizes: expected 1 or more")
     if args.measure:
         print(json.dumps(measure(args.measure[0], Path(args.measure[1]))))
         return

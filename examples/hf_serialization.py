@@ -59,7 +59,7 @@ def validate(written: torch.nn.Module, loaded: torch.nn.Module) -> None:
     for name, tensor in wanted.items():
         other = found[name].to(tensor.device)
         if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-            raise ValidationError(f"{name}: wanted {tensor.dtype}, {tensor.shape}, found {other.dtype}, {other.shape}")
+            raise ValidationError(f"{name}: expected {tensor.dtype}, {tensor.shape}, got {other.dtype}, {other.shape}")
         raw, other_raw = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (tensor, other))
         if not torch.equal(raw, other_raw):
             raise ValidationError(f"{name}: the contents differ")

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--background", action="store_true", help="write checkpoints in a thread")
     args = parser.parse_args()
     if args.save_every < 1:
-        parser.error("--save-every: wanted 1 or more")
+        parser.error("--save-every: expected 1 or more")
     args.out_dir.mkdir(parents=True, exist_ok=True)
 
     training = Training()

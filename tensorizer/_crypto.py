@@ -47,7 +47,7 @@ class Provided:
 
     def __init__(self, provider: Callable[[], BytesLike]) -> None:
         if not callable(provider):
-            raise TypeError(f"provider: wanted a callable without arguments, found {type(provider).__name__}")
+            raise TypeError(f"provider: expected a callable without arguments, got {type(provider).__name__}")
         self.provider = provider
         self._secret: Optional[_C.SecretKey] = None
         self._lock = threading.Lock()
@@ -89,12 +89,12 @@ def secret_from_bytes(key: Any, what: str) -> _C.SecretKey:
     """A key from 32 bytes; ``what`` names them in a ``TypeError`` or ``ValueError``."""
     if not isinstance(key, (bytes, bytearray, memoryview)):
         raise TypeError(
-            f"{what}: wanted {_KEY_NBYTES} bytes from a secure source of randomness, found {type(key).__name__} "
+            f"{what}: expected {_KEY_NBYTES} bytes from a secure source of randomness, got {type(key).__name__} "
             "(from_string() derives a key from a passphrase)"
         )
     nbytes = key.nbytes if isinstance(key, memoryview) else len(key)
     if nbytes != _KEY_NBYTES:
-        raise ValueError(f"{what}: wanted {_KEY_NBYTES} bytes, found {nbytes}")
+        raise ValueError(f"{what}: expected {_KEY_NBYTES} bytes, got {nbytes}")
     if isinstance(key, memoryview) and not key.contiguous:
         key = key.tobytes()
     return _C.SecretKey(key)
@@ -113,7 +113,7 @@ def secret_from_file(path: Union[str, os.PathLike[str]]) -> _C.SecretKey:
     try:
         if nbytes != _KEY_NBYTES:
             found = "more" if nbytes > _KEY_NBYTES else nbytes
-            raise ValueError(f"key file {path!r}: wanted {_KEY_NBYTES} bytes, found {found}")
+            raise ValueError(f"key file {path!r}: expected {_KEY_NBYTES} bytes, got {found}")
         with memoryview(key) as view:
             return _C.SecretKey(view[:_KEY_NBYTES])
     finally:
@@ -131,7 +131,7 @@ def _encoded(what: str, text: str, encoding: str) -> bytes:
 def passphrase_bytes(source: Any, encoding: str) -> bytes:
     """What Argon2id is given; ``ValueError`` for nothing, ``TypeError`` for what is neither text nor bytes."""
     if not isinstance(source, (str, bytes)):
-        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
+        raise TypeError(f"passphrase: expected str or bytes, got {type(source).__name__}")
     if not source:
         raise ValueError("passphrase: it is empty")
     return _encoded("passphrase", source, encoding) if isinstance(source, str) else source
@@ -144,10 +144,10 @@ def salt_bytes(salt: Any, encoding: str) -> bytes:
     if isinstance(salt, str):
         salt = _encoded("salt", salt, encoding)
     if not isinstance(salt, (bytes, bytearray, memoryview)):
-        raise TypeError(f"salt: wanted bytes-like or None, found {type(salt).__name__}")
+        raise TypeError(f"salt: expected bytes-like or None, got {type(salt).__name__}")
     salted = bytes(salt)
     if len(salted) != _SALT_NBYTES:
-        raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
+        raise ValueError(f"salt: expected {_SALT_NBYTES} bytes, got {len(salted)}")
     return salted
 
 

@@ -23,7 +23,7 @@ def check_decryption(params: object) -> None:
     from tensorizer.encryption import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
-        raise TypeError(f"encryption: wanted DecryptionParams, found {type(params).__name__}")
+        raise TypeError(f"encryption: expected DecryptionParams, got {type(params).__name__}")
     if params._secret() is None and params.source is None:
         raise ValueError("encryption: these DecryptionParams hold neither a key nor a passphrase")
 
@@ -35,7 +35,7 @@ def check_encryption(params: object) -> None:
     from tensorizer.encryption import EncryptionParams
 
     if not isinstance(params, EncryptionParams):
-        raise TypeError(f"encryption: wanted EncryptionParams, found {type(params).__name__}")
+        raise TypeError(f"encryption: expected EncryptionParams, got {type(params).__name__}")
 
 
 def key_ring(params: DecryptionParams) -> _C.KeyRing:
@@ -77,7 +77,7 @@ def _public_key_bytes(public_key: Any) -> bytes:
         public_key = PublicKey.from_file(public_key)
     if not isinstance(public_key, PublicKey):
         raise TypeError(
-            f"public_key: wanted a PublicKey, a path or a sequence of them, found {type(public_key).__name__}"
+            f"public_key: expected a PublicKey, a path or a sequence of them, got {type(public_key).__name__}"
         )
     return bytes(public_key)
 
@@ -87,5 +87,5 @@ def signer_of(signing_key: Any) -> _C.Signer:
     from tensorizer.signing import SigningKey
 
     if not isinstance(signing_key, SigningKey):
-        raise TypeError(f"signing_key: wanted a SigningKey, found {type(signing_key).__name__}")
+        raise TypeError(f"signing_key: expected a SigningKey, got {type(signing_key).__name__}")
     return signing_key._signer

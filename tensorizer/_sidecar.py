@@ -22,6 +22,7 @@ from tensorizer import _pairs
 from tensorizer._pairs import PairNote, Target
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
+from tensorizer._system.sizes import counted
 from tensorizer.errors import FormatError
 
 # A persistent id: (marker, version, kind, index in the sidecar, dtype of a typed storage or None).
@@ -216,7 +217,7 @@ def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     is_list = isinstance(tensors, list) and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
     if not is_list or any(tensor.dtype != torch.uint8 or tensor.dim() != 1 for tensor in tensors):
         raise FormatError(
-            f"{shown_location(file_obj)}: wanted a list of storages written under tensorizer_saving, found others"
+            f"{shown_location(file_obj)}: expected a list of storages written under tensorizer_saving, got others"
         )
     return tensors  # type: ignore[no-any-return]
 
@@ -272,7 +273,7 @@ class LoadSession:
         version, kind = pid[1], pid[2]
         if not isinstance(version, int) or version > _VERSION or kind != _KIND:
             raise pickle.UnpicklingError(
-                f"wanted a storage reference of version {_VERSION}, found version {version!r} of kind {kind!r}: "
+                f"expected a storage reference of version {_VERSION}, got version {version!r} of kind {kind!r}: "
                 "saved by a newer release of tensorizer?"
             )
         index, dtype = (pid[3], pid[4]) if len(pid) >= 5 else (None, None)
@@ -282,7 +283,7 @@ class LoadSession:
             self._storages = self._load_storages()
             self._sizes = [storage.nbytes() for storage in self._storages]
         if not 0 <= index < len(self._storages):
-            raise self._mismatch(f"it holds {len(self._storages)} storages, number {index} is wanted")
+            raise self._mismatch(f"expected storage {index}, got {counted(len(self._storages), 'storage')}")
         return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=self._storages[index], dtype=torch.uint8 if dtype is None else dtype, _internal=True
         )
@@ -291,7 +292,7 @@ class LoadSession:
         """Refuses what torch has made of storages that were too short: it lengthens them, with what memory held."""
         for index, (storage, nbytes) in enumerate(zip(self._storages or (), self._sizes)):
             if storage.nbytes() > nbytes:
-                raise self._mismatch(f"storage {index}: {storage.nbytes()} bytes wanted, {nbytes} found")
+                raise self._mismatch(f"storage {index}: expected {storage.nbytes()} bytes, got {nbytes}")
 
     def explained(self, error: Exception) -> Exception:
         """The error of a load; one that names the sidecar where torch could not lengthen its storage."""
@@ -326,7 +327,7 @@ class LoadSession:
         found = _pairs.stamp_of(self._location) if wanted else 0
         if found not in (0, wanted):
             raise self._mismatch(
-                f"it was written with another one (pair number {wanted:016x} wanted, {found:016x} found); "
+                f"it was written with another one (expected pair number {wanted:016x}, got {found:016x}); "
                 f"{_pairs.PATTERNS}"
             )
 
@@ -336,10 +337,10 @@ class LoadSession:
         wanted, found = self.note.sizes, [storage.nbytes() for storage in storages]
         problem = None
         if len(found) != len(wanted):
-            problem = f"{len(wanted)} storages wanted, {len(found)} found"
+            problem = f"expected {counted(len(wanted), 'storage')}, got {len(found)}"
         for index, (want, have) in enumerate(zip(wanted, found)):
             if problem is None and (have != want if exact else have < want):
-                problem = f"storage {index}: {want} bytes wanted, {have} found"
+                problem = f"storage {index}: expected {want} bytes, got {have}"
         if problem:
             raise self._mismatch(problem)
 

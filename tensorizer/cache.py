@@ -126,7 +126,7 @@ def prune(
     """
     limit = None if max_size is None else parse_size("max_size", max_size)
     if older_than is not None and not older_than >= 0:
-        raise ValueError(f"older_than: wanted a number of days >= 0, found {older_than}")
+        raise ValueError(f"older_than: expected a number of days >= 0, got {older_than}")
     folder, chosen = _open(cache)
     pruned = Pruned([], [])
     if folder is None:

@@ -78,9 +78,9 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
         ValueError: Too few slots, or too small ones.
     """
     if slots is not None and slots < 2:
-        raise ValueError(f"slots: wanted 2 or more, found {slots}")
+        raise ValueError(f"slots: expected 2 or more, got {slots}")
     if slot_nbytes is not None and slot_nbytes < 2 << 20:
-        raise ValueError(f"slot_nbytes: wanted 2 MiB ({2 << 20}) or more, found {slot_nbytes}")
+        raise ValueError(f"slot_nbytes: expected 2 MiB ({2 << 20}) or more, got {slot_nbytes}")
     cuda_engine.set_ring_size(slots, slot_nbytes)
 
 
@@ -107,5 +107,5 @@ def decrypts_on(device: Union[torch.device, str, int] = 0) -> tuple[bool, str]:
 def _index(device: Union[torch.device, str, int]) -> int:
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if named.type != "cuda" or named.index is None:
-        raise ValueError(f"device: wanted a CUDA device with an index, found {str(named)!r}")
+        raise ValueError(f"device: expected a CUDA device with an index, got {str(named)!r}")
     return int(named.index)

@@ -12,7 +12,7 @@ import torch
 
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.extra_state import check_module
-from tensorizer._format.names import Key, Name, path_of
+from tensorizer._format.names import Key, Name, no_such_name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import SourceArgument, reopener
@@ -102,6 +102,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
     report: Optional[LoadReport] = None
 
+    @checks.says_dtype
     def __init__(
         self,
         file_obj: SourceArgument,
@@ -273,7 +274,10 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         return key in self._open_file.root
 
     def __getitem__(self, key: Key) -> Any:
-        node = self._open_file.root[key]
+        try:
+            node = self._open_file.root[key]
+        except KeyError:
+            raise no_such_name(self._open_file.source_name, key, self._open_file.numbers) from None
         if isinstance(node, int):
             return self._open_file.load_one(node)
         below = leaves(node)
@@ -297,7 +301,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             TypeError: `prefix` is a single ``str`` or ``int``; write ``("a",)``.
         """
         if isinstance(prefix, (str, int)):
-            raise TypeError(f"prefix: wanted a sequence of keys, found {type(prefix).__name__}; write ({prefix!r},)")
+            raise TypeError(f"prefix: expected a sequence of keys, got {type(prefix).__name__}; write ({prefix!r},)")
         wanted = () if prefix is None else tuple(prefix)
         file = self._open_file
         below = [i for i in file.selection if path_of(file.names[i])[: len(wanted)] == wanted]

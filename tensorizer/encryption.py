@@ -315,10 +315,10 @@ def _limit(
         return int(preset["MODERATE"])
     if not isinstance(value, int) or isinstance(value, wrong_preset):
         raise TypeError(
-            f"{name}: wanted an EncryptionParams.{preset.__name__}, an int or None, found {type(value).__name__}"
+            f"{name}: expected an EncryptionParams.{preset.__name__}, an int or None, got {type(value).__name__}"
         )
     if not minimum <= value <= maximum:
-        raise ValueError(f"{name}: wanted {minimum} to {maximum}, found {int(value)}")
+        raise ValueError(f"{name}: expected {minimum} to {maximum}, got {int(value)}")
     return int(value)
 
 
@@ -326,7 +326,7 @@ def _ceiling(name: str, value: Any, default: int) -> int:
     if value is None:
         return default
     if not isinstance(value, int):
-        raise TypeError(f"{name}: wanted an int or None, found {type(value).__name__}")
+        raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
     if value < 1:
-        raise ValueError(f"{name}: wanted at least 1, found {int(value)}")
+        raise ValueError(f"{name}: expected at least 1, got {int(value)}")
     return min(int(value), 2**64 - 1)

@@ -54,7 +54,7 @@ def progress_reporter(
             yield advance
         return
     if not callable(progress):
-        raise TypeError(f"progress: wanted a bool or a callable, found {type(progress).__name__}")
+        raise TypeError(f"progress: expected a bool or a callable, got {type(progress).__name__}")
     listener = progress
     begin = time.monotonic()
 

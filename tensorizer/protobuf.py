@@ -87,9 +87,9 @@ def serialize_tensor(t: torch.Tensor, attribute: Optional[int] = None) -> Tensor
         TypeError: The dtype has a number but no numpy equivalent (bfloat16, complex32, quantised types).
     """
     if not isinstance(t, torch.Tensor):
-        raise AssertionError(f"serialize_tensor: wanted a torch.Tensor, found {type(t).__name__}")
+        raise AssertionError(f"serialize_tensor: expected a torch.Tensor, got {type(t).__name__}")
     if attribute is not None and attribute not in _ATTRIBUTE_TYPES:
-        raise AssertionError(f"serialize_tensor: wanted AT_PARAMETER, AT_BUFFER or None, found {attribute!r}")
+        raise AssertionError(f"serialize_tensor: expected AT_PARAMETER, AT_BUFFER or None, got {attribute!r}")
     if t.dtype not in DtypePbs:
         raise KeyError(t.dtype)
     if t.dtype in _NEAREST:
@@ -113,14 +113,14 @@ def deserialize_tensor(msg: Tensor) -> Union[torch.Tensor, tuple[torch.Tensor, i
             needs.
     """
     if msg.dtype not in PbNpyDtypes:
-        raise FormatError(f"protobuf tensor: wanted one of the numbers of tensors.Dtype, found dtype {msg.dtype}")
+        raise FormatError(f"protobuf tensor: expected one of the numbers of tensors.Dtype, got dtype {msg.dtype}")
     shape = tuple(msg.shape)
     dtype = np.dtype(PbNpyDtypes[msg.dtype]).newbyteorder("<")
     wanted = dense_nbytes(shape, dtype.itemsize)
     if wanted is None:
-        raise FormatError(f"protobuf tensor: wanted a shape, found {len(shape)} dimensions: {list(shape[:8])}")
+        raise FormatError(f"protobuf tensor: expected a shape, got {len(shape)} dimensions: {list(shape[:8])}")
     if len(msg.data) != wanted:
-        raise FormatError(f"protobuf tensor of shape {list(shape)}: wanted {wanted} bytes, found {len(msg.data)}")
+        raise FormatError(f"protobuf tensor of shape {list(shape)}: expected {wanted} bytes, got {len(msg.data)}")
     array = np.frombuffer(msg.data, dtype=dtype)
     # numpy has fewer dimensions than torch
     tensor = torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True)).reshape(shape)
@@ -190,5 +190,5 @@ def _place(module: torch.nn.Module, module_name: str, attribute: Attribute) -> N
     tables: dict[Any, Any] = {tensors_pb2.AT_PARAMETER: module._parameters, tensors_pb2.AT_BUFFER: module._buffers}
     if attribute_type not in tables:
         path = f"{module_name}.{attribute.name}"
-        raise ValueError(f"protobuf tensor {path}: wanted AT_PARAMETER or AT_BUFFER, found {attribute_type!r}")
+        raise ValueError(f"protobuf tensor {path}: expected AT_PARAMETER or AT_BUFFER, got {attribute_type!r}")
     tables[attribute_type][attribute.name] = tensor

@@ -140,10 +140,10 @@ class TensorSerializer:
         signer = None if signing_key is None else signer_of(signing_key)
         if signer is not None and encryption is None and "sha256" not in chosen:
             raise ValueError(
-                "signing_key: wanted 'sha256' among hashes, which is what a signature of a file in clear covers"
+                "signing_key: expected 'sha256' among hashes, which is what a signature of a file in clear covers"
             )
         if ties not in ("twice", "once"):
-            raise ValueError(f"ties: wanted one of twice, once, found {ties!r}")
+            raise ValueError(f"ties: expected one of twice, once, got {ties!r}")
         self._once = ties == "once"
         texts = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
@@ -345,9 +345,9 @@ class TensorSerializer:
         try:
             idx = operator.index(idx)
         except TypeError:
-            raise TypeError(f"idx: wanted an int, found {type(idx).__name__}") from None
+            raise TypeError(f"idx: expected an int, got {type(idx).__name__}") from None
         if not 0 <= idx <= 0xFFFF:
-            raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
+            raise FieldRangeError(f"idx: expected 0 to 65535, got {idx}")
         kind = TensorType(tensor_type)
         self._write([Record.of_tensor(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
@@ -367,7 +367,7 @@ class TensorSerializer:
             if self._closed:
                 raise ValueError("the serializer is closed")
             if self._writing:
-                raise RuntimeError("a write call cannot begin within another one (its progress, a signal handler)")
+                raise RuntimeError("write called from inside another write (a progress callback or a signal handler)")
             self._writing = True
             try:
                 self._write_alone(records, growing, extra, homes)

@@ -44,10 +44,10 @@ class PublicKey(_crypto.Immutable):
             ValueError: Another length, or not a public key (no point, or one of small order).
         """
         if not isinstance(key, (bytes, bytearray, memoryview)):
-            raise TypeError(f"public key: wanted 32 bytes, found {type(key).__name__}")
+            raise TypeError(f"public key: expected 32 bytes, got {type(key).__name__}")
         stored = bytes(key)
         if len(stored) != 32:
-            raise ValueError(f"public key: wanted 32 bytes, found {len(stored)}")
+            raise ValueError(f"public key: expected 32 bytes, got {len(stored)}")
         if not _C.is_public_key(stored):
             raise ValueError("public key: these 32 bytes are no Ed25519 public key")
         return cls.__new__(cls)._set(_bytes=stored)
@@ -70,13 +70,13 @@ class PublicKey(_crypto.Immutable):
             except ValueError:
                 raise ValueError(f"{what}: its PEM is damaged") from None
             if len(der) != len(_PUBLIC_PREFIX) + 32 or not der.startswith(_PUBLIC_PREFIX):
-                raise ValueError(f"{what}: wanted an Ed25519 key, found one of another algorithm")
+                raise ValueError(f"{what}: expected an Ed25519 key, got one of another algorithm")
             return cls._named(der[len(_PUBLIC_PREFIX) :], what)
         if "PRIVATE KEY" in text:
-            raise ValueError(f"{what}: wanted a public key, found a private one")
+            raise ValueError(f"{what}: expected a public key, got a private one")
         if re.fullmatch(r"\s*[0-9A-Fa-f]{64}\s*", text):
             return cls._named(bytes.fromhex(text.strip()), what)
-        raise ValueError(f"{what}: wanted a PEM file with PUBLIC KEY, or 64 hexadecimal digits")
+        raise ValueError(f"{what}: expected a PEM file with PUBLIC KEY, or 64 hexadecimal digits")
 
     @classmethod
     def _named(cls, key: bytes, what: str) -> PublicKey:
@@ -181,9 +181,9 @@ class SigningKey:
         """
         _crypto.require_crypto()
         if not callable(sign):
-            raise TypeError(f"sign: wanted a callable with one argument, found {type(sign).__name__}")
+            raise TypeError(f"sign: expected a callable with one argument, got {type(sign).__name__}")
         if not isinstance(public_key, PublicKey):
-            raise TypeError(f"public_key: wanted a PublicKey, found {type(public_key).__name__}")
+            raise TypeError(f"public_key: expected a PublicKey, got {type(public_key).__name__}")
         key = cls.__new__(cls)
         key._seed, key._signer, key._public_key = None, _C.Signer(sign, bytes(public_key)), public_key
         return key

@@ -178,7 +178,7 @@ def open_stream(
             or ``PermissionError`` if that is the reason.
     """
     if not isinstance(path_uri, (str, os.PathLike)):
-        raise TypeError(f"path_uri: wanted str or os.PathLike, found {type(path_uri).__name__}")
+        raise TypeError(f"path_uri: expected str or os.PathLike, got {type(path_uri).__name__}")
     scheme = scheme_of(path_uri)
     if scheme is None:
         check_is_path(path_uri)
@@ -219,7 +219,7 @@ def open_stream(
         )
     if scheme == "s3":
         if "a" in mode:
-            raise ValueError(f"mode {mode!r}: objects in S3 cannot be appended to; wanted {', '.join(_S3_MODES)}")
+            raise ValueError(f"mode {mode!r}: objects in S3 cannot be appended to; expected {', '.join(_S3_MODES)}")
         checks.binary_mode(mode, _S3_MODES, scheme)
         options = _s3_options(**locals())
         if "r" in mode:
@@ -243,9 +243,9 @@ def _chosen_cache(cache: Any) -> Optional[Cache]:
 @stream_errors()
 def _open_local(path: Any, mode: str, buffer_size: Optional[int], begin: Optional[int]) -> BinaryIO:
     if not isinstance(path, str):
-        raise TypeError(f"path_uri: wanted a path of type str, found {type(path).__name__}")
+        raise TypeError(f"path_uri: expected a path of type str, got {type(path).__name__}")
     if "b" not in mode:
-        raise ValueError(f"mode must be binary, with a b; found {mode!r}")
+        raise ValueError(f"mode must be binary, with a b; got {mode!r}")
     path = expanded(path)
     if any(letter in mode for letter in "wax"):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -19,6 +19,7 @@ from tensorizer._files.contents import check_state_dict, module_contents, state_
 from tensorizer._files.names import flat_names, state_dict_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import no_such_name
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import lent
 from tensorizer._load.arguments import DeviceArgument, maps, target_device
@@ -214,7 +215,7 @@ def load_model(
         NotImplementedError: `model` has DTensors; use :func:`tensorizer.distributed.load_sharded`. It is as it was.
     """
     if assign not in (True, False, "auto"):
-        raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
+        raise ValueError(f"assign: expected True, False or 'auto', got {assign!r}")
     view = ModuleView(model)
     chosen = target_device(view.device_of if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
@@ -304,7 +305,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         require_authenticated: Optional[bool] = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
-            raise ValueError(f"framework: wanted 'pt', found {framework!r}")
+            raise ValueError(f"framework: expected 'pt', got {framework!r}")
         options = ReadOptions(target_device(device), mmap=maps(backend))
         trust = Trust.of(public_key, require_authenticated)
         self._file = open_file(lent(filename), Access.to_read(encryption, stream_options, trust=trust), options)
@@ -340,7 +341,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        i = self._entries[name]
+        i = self._entry(name)
         record = self._file.aliases.get(i, i)
         if record not in self._tied:
             return self._file.read_one(record)
@@ -357,7 +358,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of one of the names.
         """
-        entries = {name: self._entries[name] for name in (self.keys() if names is None else names)}
+        entries = {name: self._entry(name) for name in (self.keys() if names is None else names)}
         chosen = sorted(set(entries.values()))
         tensors = dict(zip(chosen, self._file.read_plain(chosen)))
         return {name: tensors[i] for name, i in entries.items()}
@@ -368,7 +369,13 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        return TensorSlice(self._file, self._entries[name])
+        return TensorSlice(self._file, self._entry(name))
+
+    def _entry(self, name: str) -> int:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise no_such_name(self._file.source_name, name, self._entries) from None
 
 
 def _format_of(filename: Any, format: Optional[str]) -> str:

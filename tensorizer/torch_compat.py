@@ -179,7 +179,7 @@ class _Locations:
 def _require_standard_pickle(pickle_module: Any) -> None:
     if pickle_module is not None and pickle_module is not pickle:
         name = getattr(pickle_module, "__name__", type(pickle_module).__name__)
-        raise ValueError(f"pickle_module: wanted the standard pickle module within torch_compat, found {name}")
+        raise ValueError(f"pickle_module: expected the standard pickle module within torch_compat, got {name}")
 
 
 # The blocks with encryption= or signing_key= that are active anywhere in the process.

@@ -279,8 +279,8 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
         return block
     if not callable(loading_code):
         raise TypeError(
-            "no_init_or_tensor: wanted a callable without arguments or nothing (as a context manager), "
-            f"found {type(loading_code).__name__}"
+            "no_init_or_tensor: expected a callable without arguments or nothing (as a context manager), "
+            f"got {type(loading_code).__name__}"
         )
     with block:
         return loading_code()

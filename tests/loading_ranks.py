@@ -100,7 +100,7 @@ def load_whole(folder: Path) -> None:
         (folder / "other").write_bytes((folder / "plain").read_bytes())
         dist.barrier()
         mine = folder / ("other" if rank == 1 else "plain")
-        raised(StreamError, "sees another content", td.load, mine, device="cpu", exchange="all_gather")
+        raised(StreamError, "read different files", td.load, mine, device="cpu", exchange="all_gather")
         gone = folder / ("gone" if rank == 1 else "plain")
         raised(OSError, "gone", td.load, gone, device="cpu")
         wrong = DecryptionParams.from_key(b"x" * 32 if rank == 1 else KEY)
@@ -109,9 +109,9 @@ def load_whole(folder: Path) -> None:
         raised(ValueError, "exchange", td.load, folder / "plain", exchange="broadcast")
         raised(ValueError, "exchange", td.load, folder / "plain", exchange="none" if rank else "broadcast")
         raised(
-            TypeError, "target: wanted a Module or MutableMapping", td.load_sharded, 5, folder / "plain", device="cpu"
+            TypeError, "target: expected a Module or MutableMapping", td.load_sharded, 5, folder / "plain", device="cpu"
         )
-        raised(TypeError, "plan: wanted a Mapping", td.load_sharded, {}, folder / "plain", plan=7, device="cpu")
+        raised(TypeError, "plan: expected a Mapping", td.load_sharded, {}, folder / "plain", plan=7, device="cpu")
 
     for ranks in (2, 3):
         run_ranks(ranks, work)
@@ -194,7 +194,7 @@ def fail_in_the_middle(folder: Path) -> None:
         differing = {"device": "cpu", "verify_hash": rank == 1}
         raised(ValueError, r"same on all ranks, found \[False, True\]", td.load, folder / "f", **differing)
         dtype = torch.float16 if rank else None
-        raised(ValueError, "dtype: wanted the same", td.load, folder / "f", None, "cpu", "all_gather", dtype=dtype)
+        raised(ValueError, "dtype: expected the same", td.load, folder / "f", None, "cpu", "all_gather", dtype=dtype)
         raised(ValueError, "same on all ranks", td.load_sharded, {"big": None}, folder / "f", strict=False, **differing)
         # a byte that is wrong in the file is found by whoever verifies it
         with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
@@ -292,10 +292,10 @@ def load_parts(folder: Path) -> None:
             same_everywhere(mine, {name: expected[name] for name in own})
         mesh = meshes[0][0]
         partial = {"w": DTensor.from_local(torch.zeros(10, 6), mesh, [Partial()], run_check=False)}
-        raised(ValueError, "wanted Shard or Replicate", td.load_sharded, partial, folder / "f")
+        raised(ValueError, "expected Shard or Replicate", td.load_sharded, partial, folder / "f")
         raised(LoadError, "missing", td.load_sharded, {"x": None}, folder / "f")
         bad = {"w": torch.zeros(10, 6) if rank else torch.zeros(3, 3)}
-        raised(LoadError, "wanted the shape", td.load_sharded, bad, folder / "f")
+        raised(LoadError, "expected the shape", td.load_sharded, bad, folder / "f")
         shards = {"w": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(0)])}
         raised(ValueError, "part cannot be verified", td.load_sharded, shards, folder / "f", verify_hash=True)
 
@@ -513,7 +513,7 @@ def load_what_state_dicts_call_otherwise(folder: Path) -> None:
             load = functools.partial(td.load_sharded, model, mesh=mesh, plan={name: Shard(0)}, device="cpu")
             text = "conflicting values for 'head.weight', which is one tensor with 'embed.weight'"
             raised(LoadError, text, load, folder / "differing")  # one rank has the row that differs
-            raised(LoadError, "wanted the shape .*8, 4.*found .*9, 4", load, folder / "shapes")
+            raised(LoadError, "expected the shape .*8, 4.*found .*9, 4", load, folder / "shapes")
             load(folder / "differing", strict=False)
             assert samples.same(model.head.weight.to_local().detach(), state["embed.weight"][4 * rank : 4 * rank + 4])
         # values of a mapping are what is replaced: one value for two names is not one tensor
@@ -545,7 +545,7 @@ def verify_what_is_converted(folder: Path) -> None:
             load = functools.partial(td.load_sharded, exchange=exchange, device="cpu", verify_hash=True)
             state = {"w": torch.zeros(4, dtype=torch.float16 if rank else torch.float32), "v": torch.zeros(3)}
             mine = dict(state)
-            text = "converted tensors have no stored hash: 'w' .*wanted torch.float16, found torch.float32"
+            text = "converted tensors have no stored hash: 'w' .*expected torch.float16, got torch.float32"
             raised(ValueError, text, load, mine, folder / "m.tensors")
             assert all(mine[name] is value for name, value in state.items())
             model = Pair(torch.float16 if rank else torch.float32)
@@ -593,7 +593,7 @@ def load_parts_of_extra_state(folder: Path) -> None:
             load(in_place)
             assert samples.same(local, wanted[rank])
             wrong = {name: distribute_tensor(torch.zeros(6), mesh, [Shard(0)])}
-            raised(LoadError, f"{file}.*wanted the shape .6., found .5.", load, wrong)
+            raised(LoadError, f"{file}.*expected the shape .6., got .5.", load, wrong)
 
     run_ranks(2, work)
 

@@ -245,7 +245,7 @@ class Cursor:
 
     def take(self, nbytes: int, what: str) -> bytes:
         if nbytes < 0 or self.at + nbytes > min(self.end, len(self.data)):
-            raise BadFile(f"{what}: wanted {nbytes} bytes at {self.at}, found {self.end - self.at}")
+            raise BadFile(f"{what}: expected {nbytes} bytes at {self.at}, got {self.end - self.at}")
         self.at += nbytes
         return self.data[self.at - nbytes : self.at]
 

@@ -76,7 +76,7 @@ def open_http(bench: Bench) -> float:
     with bench.clock():
         tensors = bench.contender.open_http(bench.place)
     if tensors != bench.manifest.tensors:
-        raise RuntimeError(f"{bench.contender.label}: {tensors} tensors, wanted {bench.manifest.tensors}")
+        raise RuntimeError(f"{bench.contender.label}: {tensors} tensors, expected {bench.manifest.tensors}")
     return bench.seconds
 
 

@@ -32,7 +32,7 @@ class Curl(Contender):
         ]
         received = sum(int(process.communicate()[0]) for process in processes)
         if received != nbytes:
-            raise RuntimeError(f"{self.label}: {received} bytes, wanted {nbytes}")
+            raise RuntimeError(f"{self.label}: {received} bytes, expected {nbytes}")
         return {}
 
     def _size_of(self, url: str) -> int:

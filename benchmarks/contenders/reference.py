@@ -24,7 +24,7 @@ class Reference(Contender):
         import tensorizer
 
         if tensorizer.__version__ != VERSION:
-            raise RuntimeError(f"wanted tensorizer {VERSION}, found {tensorizer.__version__}")
+            raise RuntimeError(f"expected tensorizer {VERSION}, got {tensorizer.__version__}")
 
     def version(self) -> str:
         return VERSION

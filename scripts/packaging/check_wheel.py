@@ -53,7 +53,7 @@ def wrong_module(module: Path, forbidden: list[bytes]) -> list[str]:
             wrong.append(f"expects {name} of another module")
     wrong += [f"holds the text {text.decode()}" for text in [*FORBIDDEN_TEXTS, *forbidden] if text in content]
     if len(content) > MAX_MODULE_NBYTES:
-        wrong.append(f"has {len(content)} bytes: wanted at most {MAX_MODULE_NBYTES}")
+        wrong.append(f"has {len(content)} bytes: expected at most {MAX_MODULE_NBYTES}")
     return wrong
 
 
@@ -85,12 +85,12 @@ def wrong_wheel(wheel: Path, forbidden: list[bytes]) -> list[str]:
     wrong = [] if "-manylinux_2_28_" in wheel.name else ["its name lacks manylinux_2_28"]
     nbytes = wheel.stat().st_size
     if nbytes > MAX_WHEEL_NBYTES:
-        wrong.append(f"has {nbytes} bytes: wanted at most {MAX_WHEEL_NBYTES}")
+        wrong.append(f"has {nbytes} bytes: expected at most {MAX_WHEEL_NBYTES}")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         wrong += wrong_content(archive.namelist(), listed_components(archive))
         modules = [name for name in archive.namelist() if name.endswith(".so") or ".so." in name]
         if len(modules) != 1 or not modules[0].startswith("tensorizer/_C."):
-            wrong.append(f"has the modules {modules}: wanted tensorizer/_C only")
+            wrong.append(f"has the modules {modules}: expected tensorizer/_C only")
         for name in modules:
             wrong += [f"{name} {what}" for what in wrong_module(Path(archive.extract(name, folder)), forbidden)]
     return wrong

@@ -38,7 +38,7 @@ def wanted_names(version: str) -> set[str]:
 def wrong_release(tag: str, version: str, names: set[str]) -> str:
     """What is wrong; empty where the files may be published."""
     if tag != f"v{version}":
-        return f"the tag is {tag}, and tensorizer/_version.py says {version}: wanted the tag v{version}"
+        return f"the tag is {tag}, and tensorizer/_version.py says {version}: expected the tag v{version}"
     wanted = wanted_names(version)
     parts = []
     if names - wanted:

@@ -102,7 +102,7 @@ def fetch(library: Library, folder: Path) -> Path:
             return part.rename(path)
         complaints.append(f"{url}: SHA-256 {sha256_of(part)}")
         part.unlink()
-    sys.exit(f"{path.name}: wanted SHA-256 {library.sha256}, found\n  " + "\n  ".join(complaints))
+    sys.exit(f"{path.name}: expected SHA-256 {library.sha256}, got\n  " + "\n  ".join(complaints))
 
 
 def unpack(library: Library, cache: Path, folder: Path) -> Path:

@@ -36,7 +36,7 @@ def version_of(zig: Path) -> str:
 def write_tools(zig: Path, folder: Path, machine: str = platform.machine()) -> None:
     """Scripts for ``zig`` in ``folder``: ``cc``, ``c++``, ``ar`` and ``ranlib``; setup.py looks for them there."""
     if machine not in BASELINE:
-        raise SystemExit(f"no wheels for {machine}: wanted one of {', '.join(BASELINE)}")
+        raise SystemExit(f"no wheels for {machine}: expected one of {', '.join(BASELINE)}")
     folder.mkdir(parents=True, exist_ok=True)
     target = f"-target {machine}-linux-gnu.{GLIBC} -mcpu={BASELINE[machine]} -fno-sanitize=undefined"
     # The release in it makes other scripts of another zig: it is what ccache tells compilers apart by.

@@ -100,7 +100,7 @@ def main() -> None:
     facts = json.loads(Path(results).read_text())
     case = next((case for case in facts["cases"] if case["name"] == name), None)
     if case is None:
-        sys.exit(f"{results} has no case {name}: wanted one of {', '.join(case['name'] for case in facts['cases'])}")
+        sys.exit(f"{results} has no case {name}: expected one of {', '.join(case['name'] for case in facts['cases'])}")
     Path(f"{output}.json").write_text(json.dumps({**facts, "cases": [case]}, indent=1) + "\n")
     for theme in THEMES:
         Path(f"{output}-{theme}.svg").write_text(draw(case, theme))

@@ -79,14 +79,14 @@ def check_state_dict(tensors: Any) -> Mapping[str, torch.Tensor]:
         ValueError: No mapping of names to tensors, or tensors that no file can hold (sparse, quantised), by name.
     """
     if not isinstance(tensors, Mapping):
-        raise ValueError(f"tensors: wanted a mapping of names to tensors, found {type(tensors).__name__}")
+        raise ValueError(f"tensors: expected a mapping of names to tensors, got {type(tensors).__name__}")
     wrong = [
         f"{name!r} ({type(tensor).__name__})"
         for name, tensor in tensors.items()
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor)
     ]
     if wrong:
-        raise ValueError(f"tensors: wanted names and tensors, found {', '.join(wrong)}")
+        raise ValueError(f"tensors: expected names and tensors, got {', '.join(wrong)}")
     refused = not_storable(tensors)
     if refused:
         raise ValueError("; ".join(refused))
@@ -251,7 +251,7 @@ def files_of_index(path: str) -> list[str]:
     files = list(dict.fromkeys(weight_map.values()))
     for name in files:
         if os.path.basename(name) != name or not name.endswith(_EXTENSIONS):
-            raise FormatError(f"{path}: wanted the name of a file in its folder, found {name!r:.200}")
+            raise FormatError(f"{path}: expected the name of a file in its folder, got {name!r:.200}")
         if not os.path.exists(os.path.join(os.path.dirname(path), name)):
             raise StreamNotFoundError(f"{path}: its shard {name!r:.200} is missing")
     return [os.path.join(os.path.dirname(path), name) for name in files]

@@ -23,6 +23,7 @@ from tensorizer._io.shards import ORIGIN_KEY, facts_of, index_name, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
 from tensorizer._load.open_file import OpenFile
+from tensorizer._system.checks import says_dtype
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument
@@ -65,6 +66,7 @@ class ConversionReport:
         return self.ok
 
 
+@says_dtype
 def convert(
     source: Any,
     target: Any,

@@ -139,7 +139,7 @@ def copies_beside(
     for name, value in (("source", source), ("target", target)):
         if not isinstance(value, (str, os.PathLike)) or (name == "source" and "://" in os.fspath(value)):
             raise ValueError(
-                f"all_files: wanted a local path as source and a path or URI as target, found {shown_location(value)!r}"
+                f"all_files: expected a local path as source and a path or URI as target, got {shown_location(value)!r}"
             )
     path, place = os.path.abspath(os.fspath(source)), os.fspath(target)
     folder = place.rpartition("/")[0] if "://" in place else os.path.dirname(os.path.abspath(place))

@@ -20,6 +20,7 @@ from tensorizer._keys import signer_of
 from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
+from tensorizer._system.sizes import counted
 from tensorizer.errors import AuthenticationError, StreamExistsError, StreamNotFoundError, is_denied, named
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
@@ -78,7 +79,7 @@ def sign(
         if file.index.format == "safetensors":
             raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
         if file.source is None:
-            raise ValueError(f"{file.source_name}: wanted one file, found shards: sign each of them")
+            raise ValueError(f"{file.source_name}: expected one file, got shards: sign each of them")
         existing = _existing(file, target, force, stream_options)
         checked = check and file.readable
         if checked:
@@ -87,7 +88,8 @@ def sign(
         if unbound:
             names = listed([file.names[i] for i in unbound])
             raise ValueError(
-                f"{file.source_name}: {len(unbound)} tensors have no SHA-256, so nothing could be signed: {names}"
+                f"{file.source_name}: {counted(len(unbound), 'tensor')} without a SHA-256, so nothing can be signed: "
+                f"{names}"
             )
         signers = _C.signers_of_detached(file.index, content)
         label = file.source_name

@@ -127,7 +127,7 @@ def verify(
     """
     wanted = None if sha256 is None else sha256.strip().lower()
     if wanted is not None and not _SHA256.match(wanted):
-        raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(wanted)} characters")
+        raise ValueError(f"sha256: expected 64 hexadecimal digits, got {len(wanted)} characters")
     trust = Trust.of(public_key, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
@@ -135,7 +135,7 @@ def verify(
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         source = file.source
         if wanted is not None and source is None:
-            raise ValueError(f"sha256: wanted one file, found the shards of {file.source_name}")
+            raise ValueError(f"sha256: expected one file, got the shards of {file.source_name}")
         verified: list[Name] = []
         mismatched: list[Mismatch] = []
         unverified: list[Name] = []
@@ -224,7 +224,7 @@ def sha256_of_hub_file(uri: str) -> str:
     """
     match = re.fullmatch(r"hf://(?:models/)?((?!(?:datasets|spaces|buckets)/)[^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
     if match is None:
-        raise ValueError(f"wanted a file of a model repository, hf://org/name[@revision]/path, found {shown_uri(uri)}")
+        raise ValueError(f"expected a file of a model repository, hf://org/name[@revision]/path, got {shown_uri(uri)}")
     import huggingface_hub
 
     url = huggingface_hub.hf_hub_url(match[1], match[3], revision=match[2])

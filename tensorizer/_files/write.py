@@ -27,7 +27,7 @@ from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._io.sources import files_at_once, is_path
 from tensorizer._io.uri import check_is_path, folder_uri, identity_of, scheme_of, split_query
-from tensorizer._load.arguments import check_dtype
+from tensorizer._load.arguments import as_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
 from tensorizer._save.records import Record
 from tensorizer._save.session import (
@@ -39,7 +39,7 @@ from tensorizer._save.session import (
     write_tensors,
 )
 from tensorizer._system.redaction import shown_location
-from tensorizer._system.sizes import runs
+from tensorizer._system.sizes import counted, runs
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import progress_reporter
 
@@ -81,21 +81,21 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
         What was planned, and the files in the order in which they were written.
     """
     if options.dtype is not None:
-        check_dtype(options.dtype)
+        options = options._replace(dtype=as_dtype(options.dtype))
     hashes = check_hashes(options.hashes, encrypted=access.encryption is not None)
     plan = _plan(contents, format_of(target, options.format), options, access)
     names: list[Any] = [target]
     if is_path(target) and not isinstance(target, int):
         check_is_path(target)  # as it was given: the names of shards are texts
     if isinstance(target, (str, os.PathLike)) and shards.is_index_name(os.fsdecode(target)):
-        raise ValueError(f"target: wanted the name of a file of tensors, found {shown_location(target)}")
+        raise ValueError(f"target: expected the name of a file of tensors, got {shown_location(target)}")
     if len(plan.shards) > 1:
         if not isinstance(target, (str, os.PathLike)):
-            raise ValueError(f"max_shard_size: wanted a path or URI as target, found {type(target).__name__}")
+            raise ValueError(f"max_shard_size: expected a path or URI as target, got {type(target).__name__}")
         if not format_of(target, None, default=""):  # readers tell indexes and shards by the extension
             raise ValueError(
-                "max_shard_size: wanted a name that ends in .tensors or .safetensors for several files, "
-                f"found {shown_location(target)}"
+                "max_shard_size: expected a name that ends in .tensors or .safetensors for several files, "
+                f"got {shown_location(target)}"
             )
         names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
     files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
@@ -132,7 +132,7 @@ def format_of(target: Any, format: Optional[str], default: str = "tensors") -> s
     """The format of a target: what was asked for, else what its extension says, else `default`."""
     if format is not None:
         if format not in FORMATS:
-            raise ValueError(f"format: wanted one of {', '.join(FORMATS)}, found {format!r}")
+            raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
         return format
     name = str(os.fspath(target)) if isinstance(target, (str, os.PathLike)) else ""
     return next((known for known in FORMATS if split_query(name)[0].endswith(f".{known}")), default)
@@ -174,7 +174,7 @@ class Plan(NamedTuple):
 def _plan(contents: Contents, format: str, options: WriteOptions, access: Access) -> Plan:
     ties = options.ties
     if ties not in TIES:
-        raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
+        raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
     if format == "safetensors" and access.encryption is not None:
         raise UnsupportedContentError("a .safetensors file cannot be encrypted")
     limit = math.inf if options.max_shard_size is None else shards.nbytes_of(options.max_shard_size)
@@ -431,7 +431,9 @@ class _Writing:
             decryption = DecryptionParams.from_key(self._access.encryption.key)
         with open_whole(target, Access.to_read(decryption, self._access.stream_options)) as file:
             if len(file.stored) != len(records):
-                raise HashMismatchError(f"{file.source_name}: wanted {len(records)} tensors, found {len(file.stored)}")
+                raise HashMismatchError(
+                    f"{file.source_name}: expected {counted(len(records), 'tensor')}, got {len(file.stored)}"
+                )
             for entries in file.runs(range(len(records))):
                 tensors = file.read(entries, verify=file.index.stores_hashes)
                 found = _C.crc32_of([memory_of(tensor) for tensor in tensors])
@@ -439,7 +441,7 @@ class _Writing:
                     if crc != crcs[i] and not records[i].without_data:
                         raise HashMismatchError(
                             f"{file.source_name}: tensor {name_text(records[i].path)!r}: "
-                            f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
+                            f"expected CRC-32 {crcs[i]:08x}, as read from the source, got {crc:08x}"
                         )
                 del tensors  # before the next ones are read
                 self._add(sum(map(_nbytes_of, map(records.__getitem__, entries))))

@@ -69,7 +69,9 @@ def torch_dtype(stored: str) -> torch.dtype:
         raise FormatError(f"stored dtype {stored!r}: this torch ({torch.__version__}) has no dtype {name!r}")
     itemsize = _numpy_dtype(numpy_part, stored).itemsize
     if found.itemsize != itemsize:
-        raise FormatError(f"stored dtype {stored!r}: wanted elements of {itemsize} bytes, {name} has {found.itemsize}")
+        raise FormatError(
+            f"stored dtype {stored!r}: expected elements of {itemsize} bytes, {name} has {found.itemsize}"
+        )
     return found
 
 
@@ -132,7 +134,7 @@ def stored_for_tensor(dtype: torch.dtype) -> str:
     void = _VOID.get(dtype.itemsize)
     if void is None:
         raise ValueError(
-            f"tensors of dtype {dtype} cannot be stored: wanted elements of 1, 2, 4 or 8 bytes, found {dtype.itemsize}"
+            f"tensors of dtype {dtype} cannot be stored: expected elements of 1, 2, 4 or 8 bytes, got {dtype.itemsize}"
         )
     return f"{void}{OPAQUE_SEPARATOR}{dtype}"
 

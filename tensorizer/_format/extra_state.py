@@ -42,13 +42,13 @@ def check_module(module: object, for_mappings: str = "") -> None:
         TypeError: Another type.
     """
     if isinstance(module, type) and issubclass(module, torch.nn.Module):
-        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
+        raise TypeError(f"expected a torch.nn.Module, got the class {module.__name__} itself: pass an instance")
     if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
         return
     hint = for_mappings if isinstance(module, Mapping) else ""
     if isinstance(module, torch.Tensor):
         hint = "write_tensor writes single tensors"
-    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
+    raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}" + (hint and f"; {hint}"))
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -129,11 +129,11 @@ def pack(states: Mapping[str, Any]) -> Nodes:
         if isinstance(state, Mapping):
             wrong = [key for key in state if not isinstance(key, str)]
             if wrong:
-                raise TypeError(f"{name}: wanted str keys, found {type(wrong[0]).__name__}")
+                raise TypeError(f"{name}: expected str keys, got {type(wrong[0]).__name__}")
             return {"d": {key: node(value, f"{name}[{key!r}]", depth + 1) for key, value in state.items()}}
         if not isinstance(state, torch.Tensor) or state.is_meta:
             found = "a tensor on the meta device" if isinstance(state, torch.Tensor) else type(state).__name__
-            raise TypeError(f"{name}: wanted a tensor or nested dictionaries of tensors, found {found}")
+            raise TypeError(f"{name}: expected a tensor or nested dictionaries of tensors, got {found}")
         dtype = stored_dtype(name, state)
         data = contiguous(state, on_device=False)
         size = data.numel() * data.element_size()
@@ -171,9 +171,9 @@ def _state(node: dict[str, Any], depth: int) -> Any:
     raw = bytearray(base64.b64decode(encoded, validate=True))
     wanted = dense_nbytes(shape, dtype.itemsize) if isinstance(shape, list) else None
     if wanted is None:
-        raise FormatError(f"the extra state in the file is damaged: wanted a shape, found {shape!r:.80}")
+        raise FormatError(f"the extra state in the file is damaged: expected a shape, got {shape!r:.80}")
     if len(raw) != wanted:
-        raise FormatError(f"the extra state in the file is damaged: wanted {wanted} bytes, found {len(raw)}")
+        raise FormatError(f"the extra state in the file is damaged: expected {wanted} bytes, got {len(raw)}")
     if not raw:
         return empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)

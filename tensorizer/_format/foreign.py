@@ -11,6 +11,9 @@ from tensorizer._system.redaction import without_secrets
 #: What :func:`foreign_kind` looks at, from the beginning of a file.
 HEAD_NBYTES = 1024
 
+# What configurations of models have, of transformers and of diffusers.
+_CONFIGURATION = re.compile(r'"(model_type|architectures|_class_name)"')
+
 # Whole messages of servers are shown up to this length.
 _MESSAGE_LENGTH = 200
 
@@ -51,6 +54,8 @@ def foreign_kind(head: bytes) -> Optional[ForeignKind]:
     if re.match(r'\{\s*["}]|\[\s*["{\[\]]', text):
         message = _message_in(text)
         if message is None:
+            if _CONFIGURATION.search(text):
+                return ForeignKind("JSON", "; did you mean the folder?")
             return ForeignKind("JSON", ", perhaps the error message of a server")
         return ForeignKind("an error message in JSON", f": {without_secrets(message)[:_MESSAGE_LENGTH]!r}")
     return ForeignKind("a text", ", perhaps the error message of a server")

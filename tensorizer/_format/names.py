@@ -54,6 +54,15 @@ def listed(names: Sequence[Name]) -> str:
     return ", ".join(repr(name) for name in names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
 
 
+def no_such_name(source: str, name: object, names: Iterable[Name]) -> KeyError:
+    """The error for a name that a file lacks; it has the nearest name of the file."""
+    import difflib  # for errors only
+
+    near = difflib.get_close_matches(str(name), map(name_text, names), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return KeyError(f"{source}: no tensor {name!r:.200}{hint}")
+
+
 def double_name(named: Iterable[tuple[object, Hashable]]) -> Optional[str]:
     """Which names would be one, as text for an error; ``None`` where all differ.
 

@@ -57,7 +57,7 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
         raise ValueError(f"tensor {name!r} cannot be stored: its lazy module gives it a shape when it is first called")
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2].lstrip("_")
-        raise NotImplementedError(f"tensor {name!r} cannot be stored: wanted a dense tensor, found a {kind} one")
+        raise NotImplementedError(f"tensor {name!r} cannot be stored: expected a dense tensor, got a {kind} one")
     try:
         stored = dtypes.stored_for_tensor(tensor.dtype)
     except (NotImplementedError, ValueError) as error:
@@ -131,7 +131,7 @@ def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:
         except (TypeError, ValueError) as error:
             raise type(error)(f"tensor {name!r}: {error}") from None
         return _from_array(np.ascontiguousarray(array).reshape(array.shape)), stored
-    raise TypeError(f"tensor: wanted a torch.Tensor or a numpy.ndarray, found {type(tensor).__name__}")
+    raise TypeError(f"tensor: expected a torch.Tensor or a numpy.ndarray, got {type(tensor).__name__}")
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -71,7 +71,7 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
     """
     if isinstance(structure, torch.Tensor) or not _is_container(structure):
         raise TypeError(
-            f"wanted a mapping or a sequence of tensors, found {type(structure).__name__}{_method_for(structure)}"
+            f"expected a mapping or a sequence of tensors, got {type(structure).__name__}{_method_for(structure)}"
         )
     # An explicit stack: nesting is bounded by memory, not by the interpreter's recursion limit.
     stack: list[Iterator[tuple[Path, Any]]] = [_children((), structure)]
@@ -86,7 +86,7 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
         if isinstance(value, torch.Tensor):
             yield path, value
         elif not _is_container(value):
-            raise TypeError(f"wanted a tensor at {display(path)}, found {type(value).__name__}; {_instead_of(value)}")
+            raise TypeError(f"expected a tensor at {display(path)}, got {type(value).__name__}; {_instead_of(value)}")
         elif id(value) in open_ids:
             raise TypeError(f"the structure at {display(path)} contains itself")
         else:
@@ -125,7 +125,7 @@ def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) ->
         for key, value in container.items():
             if not isinstance(key, str):
                 raise TypeError(
-                    f"wanted str keys at {display(path)}, found {type(key).__name__} ({key!r:.100}); "
+                    f"expected str keys at {display(path)}, got {type(key).__name__} ({key!r:.100}); "
                     f"{_WHOLE_CHECKPOINT}"
                 )
             yield (*path, key), value

@@ -74,15 +74,15 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)) or not isinstance(os.fspath(self.folder), str):
-            raise TypeError(f"cache: wanted the folder as str or os.PathLike, found {type(self.folder).__name__}")
+            raise TypeError(f"cache: expected the folder as str or os.PathLike, got {type(self.folder).__name__}")
         if not os.fspath(self.folder):
-            raise ValueError("cache: wanted the path of a folder, found an empty text")
+            raise ValueError("cache: expected the path of a folder, got an empty text")
         if self.max_size is not None:
             parse_size("max_size", self.max_size)
         if self.min_free is not None:
             _parse_free("min_free", self.min_free)
         if self.offline is not None and not isinstance(self.offline, bool):
-            raise TypeError(f"offline: wanted bool or None, found {type(self.offline).__name__}")
+            raise TypeError(f"offline: expected bool or None, got {type(self.offline).__name__}")
 
 
 def _parse_free(name: str, value: Union[int, str]) -> tuple[int, float]:
@@ -91,7 +91,7 @@ def _parse_free(name: str, value: Union[int, str]) -> tuple[int, float]:
     if share is None:
         return parse_size(name, value), 0.0
     if float(share[1]) > 100:
-        raise ValueError(f"{name}: wanted a share of at most 100%, found {value!r}")
+        raise ValueError(f"{name}: expected a share of at most 100%, got {value!r}")
     return 0, float(share[1]) / 100
 
 
@@ -131,11 +131,11 @@ class Cache:
         self._min_free, self._min_free_share = _parse_free(name, free)
         name, offline = chosen(options.offline, "TENSORIZER_CACHE_OFFLINE", "0")
         if offline not in (True, False, "0", "1"):
-            raise ValueError(f"{name}: wanted 1 or 0, found {offline!r}")
+            raise ValueError(f"{name}: expected 1 or 0, got {offline!r}")
         self.offline = offline in (True, "1")
         path = local_path(options.folder)
         if path is None:
-            raise ValueError(f"cache: wanted a folder of this machine, found {shown_uri(os.fspath(options.folder))}")
+            raise ValueError(f"cache: expected a folder of this machine, got {shown_uri(os.fspath(options.folder))}")
         self.path = os.path.abspath(path)
         self.must_keep = False  # what is not to be cached is an error
 
@@ -158,7 +158,7 @@ class Cache:
         if isinstance(value, CacheOptions):
             return cls(value)
         if not isinstance(value, (str, os.PathLike)):
-            raise TypeError(f"cache: wanted a folder, CacheOptions, False or None, found {type(value).__name__}")
+            raise TypeError(f"cache: expected a folder, CacheOptions, False or None, got {type(value).__name__}")
         return cls(CacheOptions(value))
 
     def open_folder(self) -> Optional[_C.CacheFolder]:

@@ -106,7 +106,7 @@ class TrustAnchors:
 def check_certificates(choice: Any) -> None:
     """Refuses what is neither a :class:`CAInfo` nor ``None``."""
     if choice is not None and not isinstance(choice, CAInfo):
-        raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(choice).__name__}")
+        raise TypeError(f"certificate_handling: expected CAInfo or None, got {type(choice).__name__}")
 
 
 _found: Optional[TrustAnchors] = None  # of the system; certificates do not move while a process runs
@@ -165,7 +165,7 @@ def _require_readable(name: str, value: Optional[str], wanted: str) -> None:
     paths = value.split(os.pathsep) if wanted == "folder" else [value]
     if not any(_FITS[wanted](path) and _is_readable(path) for path in paths):
         raise StreamError(
-            f"no certificate to trust: environment variable {name} names {value}: wanted a readable {wanted}"
+            f"no certificate to trust: environment variable {name} names {value}: expected a readable {wanted}"
         )
 
 

@@ -57,7 +57,7 @@ def open(
         cache: Where a reader keeps what it reads, if the file system tells versions.
 
     Raises:
-        ValueError: fsspec or the scheme's driver is not installed, nobody knows the scheme, or another mode.
+        ValueError: fsspec or the scheme's driver is not installed, an unsupported scheme, or another mode.
         OSError: The file cannot be opened.
     """
     wanted = checks.binary_mode(mode, _MODES, scheme_of(uri))
@@ -207,13 +207,11 @@ def _file_system(uri: str, is_asked: bool = True) -> tuple[Any, str]:
             return driver, driver._strip_protocol(uri)
         fs, path = fsspec.core.url_to_fs(uri)
     except ImportError as error:
-        raise ValueError(f"{scheme}:// needs a driver of fsspec that is not installed: {error}") from error
+        raise ValueError(f"URL scheme {scheme!r}: install the fsspec driver for it ({error})") from error
     except ValueError as error:
         if scheme in fsspec.available_protocols():
             raise
-        raise ValueError(
-            f"nobody knows the scheme {scheme}://: neither tensorizer nor fsspec (extra tensorizer[fsspec]): {error}"
-        ) from error
+        raise ValueError(f"unsupported URL scheme {scheme!r}: install the fsspec driver for it ({error})") from error
     return fs, path
 
 
@@ -307,7 +305,7 @@ class FsspecReader(WindowedReader):
         while len(into) > 0:
             got = self._fetch_some(offset, into)
             if got == 0:
-                raise TruncatedError(f"{self.name}: wanted {self._size} bytes, found {offset}")
+                raise TruncatedError(f"{self.name}: expected {self._size} bytes, got {offset}")
             offset, into = offset + got, into[got:]
 
     def _close_file(self) -> None:

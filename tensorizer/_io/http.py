@@ -99,7 +99,7 @@ class CURLStreamFile(WindowedReader):
         checks.text("uri", uri)
         check_certificates(certificate_handling)
         if http_options is not None and not isinstance(http_options, HTTPOptions):
-            raise TypeError(f"http_options: wanted HTTPOptions or None, found {type(http_options).__name__}")
+            raise TypeError(f"http_options: expected HTTPOptions or None, got {type(http_options).__name__}")
         if headers is not None and not callable(headers):
             checked_headers(headers)
         lifetime = 0.0 if url_lifetime is None else checks.seconds("url_lifetime", url_lifetime)
@@ -301,7 +301,7 @@ def _checked_provider(provider: Optional[Callable[[], str]]) -> Optional[Callabl
     if provider is None:
         return None
     if not callable(provider):
-        raise TypeError(f"url_provider: wanted a callable or None, found {type(provider).__name__}")
+        raise TypeError(f"url_provider: expected a callable or None, got {type(provider).__name__}")
     return lambda: checks.text("url_provider: the URL", provider())
 
 

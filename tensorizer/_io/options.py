@@ -133,7 +133,7 @@ class HTTPOptions:
                 object.__setattr__(self, field.name, field.metadata["check"](f"HTTPOptions: {field.name}", value))
         if checks.text("HTTPOptions: http_version", self.http_version) not in _HTTP_VERSIONS:
             known = sorted(_HTTP_VERSIONS)
-            raise ValueError(f"HTTPOptions: http_version: wanted one of {known}, found {self.http_version!r}")
+            raise ValueError(f"HTTPOptions: http_version: expected one of {known}, got {self.http_version!r}")
         if self.proxy is not None:
             checks.text("HTTPOptions: proxy", self.proxy)
         check_certificates(self.certificate_handling)
@@ -212,7 +212,7 @@ def check_header(name: Any, value: Any) -> None:
     if name.lower() in _OWN_HEADERS:
         raise ValueError(f"headers: {name} is set by every request itself; use begin= and end= for a range")
     if value is None or isinstance(value, (bytes, bytearray, memoryview)):
-        raise TypeError(f"headers: the value of {name}: wanted text or a number, found {type(value).__name__}")
+        raise TypeError(f"headers: the value of {name}: expected text or a number, got {type(value).__name__}")
     if any(c in str(value) for c in "\r\n\0"):
         raise ValueError(f"headers: the value of {name} has a line break or a NUL")
     checks.text(f"headers: the value of {name}", str(value))
@@ -227,7 +227,7 @@ def checked_headers(headers: Headers) -> dict[str, tuple[str, str]]:
     """
     mapping = headers() if callable(headers) else headers
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"headers: wanted a mapping, or a callable that returns one, found {type(mapping).__name__}")
+        raise TypeError(f"headers: expected a mapping, or a callable that returns one, got {type(mapping).__name__}")
     for name, value in mapping.items():
         check_header(name, value)
     return {name.lower(): (name, str(value)) for name, value in mapping.items()}

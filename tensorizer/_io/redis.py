@@ -88,20 +88,20 @@ def parse_redis_address(uri: str) -> RedisAddress:
     """
     parts = split_uri(checks.text("Redis URI", uri))
     if parts.scheme not in ("redis", "rediss"):
-        raise ValueError(f"not a Redis URI: wanted redis:// or rediss://, found {parts.scheme or 'no scheme'}://")
+        raise ValueError(f"not a Redis URI: expected redis:// or rediss://, got {parts.scheme or 'no scheme'}://")
     login, _, place = parts.authority.rpartition("@")
     user, _, password = login.partition(":")
     found = _PLACE.fullmatch(place)
     if found is None or re.search("[?#]", parts.authority):
-        raise ValueError("not a Redis URI: wanted redis://[user:password@]host[:port]/prefix, logins escaped")
+        raise ValueError("not a Redis URI: expected redis://[user:password@]host[:port]/prefix, logins escaped")
     host = (found["address"] or found["name"]).lower() or "localhost"
     port = int(found["port"] or 0)
     if port > 65535 or (found["port"] and not port):
         raise ValueError(f"Redis URI for host {host}: the port is no number from 1 to 65535")
     if not parts.path:
-        raise ValueError(f"Redis URI for host {host}: wanted the prefix of keys behind the host, found none")
+        raise ValueError(f"Redis URI for host {host}: expected the prefix of keys behind the host, got none")
     if re.search(r"[?&](username|password)=", f"{parts.path}?{parts.query}"):  # as other libraries take them
-        raise ValueError(f"Redis URI for host {host}: wanted user and password in front of the host, found some behind")
+        raise ValueError(f"Redis URI for host {host}: expected user and password in front of the host, got some behind")
     return RedisAddress(
         host=host,
         port=port or DEFAULT_PORT,
@@ -118,7 +118,7 @@ def _database(query: str, host: str) -> int:
         return 0
     text = query.removeprefix("db=")
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_DATABASE):
-        raise ValueError(f"Redis URI for host {host}: ?db= wants a database number, found {text!r}")
+        raise ValueError(f"Redis URI for host {host}: ?db= wants a database number, got {text!r}")
     return int(text)
 
 
@@ -289,7 +289,7 @@ def export_to_redis(
     """
     prefix = checks.text("key_prefix", key_prefix).encode("utf-8")
     if not prefix:
-        raise ValueError("key_prefix: wanted some text, found none; no URI would name the file")
+        raise ValueError("key_prefix: expected some text, got none; no URI would name the file")
     writer = _writer_for(client)
     header_key = prefix + b":header:0"
     todo = [
@@ -348,7 +348,7 @@ def _as_text(what: str, value: Any) -> str:
         try:
             value = bytes(value).decode()
         except UnicodeDecodeError:
-            raise ValueError(f"the {what} of the Redis client: wanted text or UTF-8, found other bytes") from None
+            raise ValueError(f"the {what} of the Redis client: expected text or UTF-8, got other bytes") from None
     return checks.text(f"the {what} of the Redis client", value if isinstance(value, str) else str(value))
 
 

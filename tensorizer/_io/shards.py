@@ -169,7 +169,7 @@ class _ModelFolder(NamedTuple):
             else:
                 forms = files
             if len({form_stem(name) for name in forms}) > 1:
-                raise FormatError(f"{self.folder}: wanted one index or one model file, found {', '.join(forms)[:300]}")
+                raise FormatError(f"{self.folder}: expected one index or one model file, got {', '.join(forms)[:300]}")
         if not forms:
             other = next((name for name in sorted(names) if name.endswith(".gguf")), None)
             found_text = "none" if names else "an empty folder"
@@ -177,7 +177,7 @@ class _ModelFolder(NamedTuple):
                 found_text = f"GGUF, which is not read here: {other}"
             raise StreamIsADirectoryError(
                 errno.EISDIR,
-                f"a folder: wanted a .safetensors or .tensors file, or an index of some, in it, found {found_text}",
+                f"a folder: expected a .safetensors or .tensors file, or an index of some, in it, got {found_text}",
                 self.folder,
             )
         return self._open_form(self._chosen(forms, choose))
@@ -308,9 +308,9 @@ class _ModelFolder(NamedTuple):
         parts = re.split(r"[/\\]", file)
         drive = re.match(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://", file)
         if drive or "\0" in file or "\\" in file or {"", ".", ".."} & set(parts):
-            raise FormatError(f"{index}: wanted the name of a file in its folder, found {file!r:.200}")
+            raise FormatError(f"{index}: expected the name of a file in its folder, got {file!r:.200}")
         if not file.endswith("." + extension):
-            raise FormatError(f"{index}: wanted .{extension} files, found {file!r:.200}")
+            raise FormatError(f"{index}: expected .{extension} files, got {file!r:.200}")
         if not self.remote and not _is_inside(self.folder, self.join(file)):
             raise FormatError(f"{index}: {file!r:.200} is a link to a place outside of the folder")
 
@@ -391,7 +391,7 @@ def nbytes_of(size: Union[str, int]) -> int:
     except (TypeError, ValueError):
         nbytes = 0
     if nbytes < 1:
-        raise ValueError(f"max_shard_size: wanted bytes, or a text like '5GB' or '500MB', found {size!r}")
+        raise ValueError(f"max_shard_size: expected bytes, or a text like '5GB' or '500MB', got {size!r}")
     return nbytes
 
 

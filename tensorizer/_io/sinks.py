@@ -215,26 +215,26 @@ def _open_object(file_obj: Any) -> OpenedSink:
 def _refuse_append(descriptor: int) -> None:
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND:
         raise ValueError(
-            f"wanted a file opened with mode {_MODE_WANTED}, found append mode, whose writes all land at the end"
+            f"expected a file opened with mode {_MODE_WANTED}, got append mode, whose writes all land at the end"
         )
 
 
 def _check_object(file_obj: Any) -> None:
     mode = getattr(file_obj, "mode", "unknown")
     if not hasattr(file_obj, "write"):
-        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+        raise TypeError(f"expected a path or an open binary file, got {type(file_obj).__name__}")
     check_binary(file_obj, _MODE_WANTED)
     if isinstance(mode, str) and "a" in mode and not mode.startswith("unknown"):
-        raise ValueError(f"wanted a file opened with mode {_MODE_WANTED}, found append mode {mode!r}")
+        raise ValueError(f"expected a file opened with mode {_MODE_WANTED}, got append mode {mode!r}")
     for ability in ("readable", "writable"):
         check = getattr(file_obj, ability, None)
         if check is not None and not check():
             raise ValueError(
-                f"wanted a file opened with mode {_MODE_WANTED}, found mode {mode!r}, which is not {ability}"
+                f"expected a file opened with mode {_MODE_WANTED}, got mode {mode!r}, which is not {ability}"
             )
     seekable = getattr(file_obj, "seekable", None)
     if seekable is not None and not seekable():
-        raise ValueError(f"wanted a seekable file opened with mode {_MODE_WANTED}, found one that cannot seek")
+        raise ValueError(f"expected a seekable file opened with mode {_MODE_WANTED}, got one that cannot seek")
 
 
 # --- files that appear whole ----------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def read_checked(
     with contextlib.closing(open_source(location, stream_options)) as opened:
         nbytes = opened.source.size()
         if most_nbytes is not None and (nbytes is None or nbytes > most_nbytes):
-            raise FormatError(f"{opened.name}: wanted at most {most_nbytes} bytes, found {nbytes}")
+            raise FormatError(f"{opened.name}: expected at most {most_nbytes} bytes, got {nbytes}")
         try:
             return check(_read_whole(opened.source))
         except (FormatError, AuthenticationError) as error:
@@ -160,7 +160,7 @@ def json_content(name: str, text: bytes, kind: type = dict) -> Any:
         tell_foreign(told, text, "JSON")
         raise told from None
     if not isinstance(content, kind):
-        raise ValueError(f"{name}: wanted a {kind.__name__} as its content, found a {type(content).__name__}")
+        raise ValueError(f"{name}: expected a {kind.__name__} as its content, got a {type(content).__name__}")
     return content
 
 
@@ -221,7 +221,7 @@ def _open_descriptor(descriptor: int) -> OpenedSource:
 
 def _open_path(path: str) -> OpenedSource:
     if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for a writer, to no purpose
-        raise io.UnsupportedOperation(f"{path}: wanted a seekable file, found a named pipe")
+        raise io.UnsupportedOperation(f"{path}: expected a seekable file, got a named pipe")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -296,7 +296,7 @@ def shown_path(path: Union[str, bytes]) -> str:
 
 def _open_object(file_obj: Any) -> OpenedSource:
     if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
-        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+        raise TypeError(f"expected a path or an open binary file, got {type(file_obj).__name__}")
     try:
         _check_object(file_obj)
         return _source_of(file_obj)
@@ -327,26 +327,26 @@ def _close_both(source: _C.RangeSource, file_obj: Any) -> None:
 
 def _check_object(file_obj: Any) -> None:
     if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
-        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+        raise TypeError(f"expected a path or an open binary file, got {type(file_obj).__name__}")
     check_binary(file_obj, "rb")
     readable = getattr(file_obj, "readable", None)
     if readable is not None and not readable():
         raise ValueError(
-            f"wanted a readable file opened with mode rb, found mode {getattr(file_obj, 'mode', 'unknown')!r}"
+            f"expected a readable file opened with mode rb, got mode {getattr(file_obj, 'mode', 'unknown')!r}"
         )
     seekable = getattr(file_obj, "seekable", None)
     if seekable is not None and not seekable() and not _seeks(file_obj):
-        raise io.UnsupportedOperation(f"{describe(file_obj)}: wanted a seekable file, found one that cannot seek")
+        raise io.UnsupportedOperation(f"{describe(file_obj)}: expected a seekable file, got one that cannot seek")
 
 
 def check_binary(file_obj: Any, mode: str) -> None:
     """Refuses files of text; messages say which mode was wanted."""
     if isinstance(file_obj, io.TextIOBase):
         found = getattr(file_obj, "mode", "unknown")
-        raise ValueError(f"wanted a binary file opened with mode {mode}, found a text file (mode {found!r})")
+        raise ValueError(f"expected a binary file opened with mode {mode}, got a text file (mode {found!r})")
     # The file of an upload is binary, and looking at it would make one.
     if not isinstance(file_obj, UploadOnClose) and isinstance(inside(file_obj), io.TextIOBase):
-        raise TypeError(f"wanted a binary file opened with mode {mode}, found text in {type(file_obj).__name__}")
+        raise TypeError(f"expected a binary file opened with mode {mode}, got text in {type(file_obj).__name__}")
 
 
 def _seeks(file_obj: Any) -> bool:
@@ -402,7 +402,7 @@ def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
     if options is None:
         return
     if not isinstance(options, Mapping):
-        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
+        raise TypeError(f"stream_options: expected a mapping of keywords, got {type(options).__name__}")
     if not options:
         return
     from tensorizer import stream_io
@@ -422,4 +422,4 @@ def _instead_of(name: str, known: list[str]) -> str:
     if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
         return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"

@@ -43,7 +43,9 @@ def check_is_path(location: Any) -> None:
     if isinstance(location, os.PathLike):
         raise ValueError(f"{type(location).__name__} of {meant}: a path object is no URI: pass {meant} as a text")
     if not os.path.lexists(first):
-        raise ValueError(f"wanted a path, or a URI with :// in it as {meant}, found {first}/… and no folder {first}")
+        raise ValueError(
+            f"expected a path or a URI, got {first}/…, and there is no folder {first}: did you mean {meant}?"
+        )
 
 
 def expanded(path: str) -> str:
@@ -82,9 +84,9 @@ def folder_uri(uri: str) -> str:
     folder, behind = split_query(uri)
     scheme, _, place = folder.partition("://")
     if scheme.lower() == "s3" and behind:
-        raise ValueError(f"{uri}: wanted a folder, found one version of an object")
+        raise ValueError(f"{uri}: expected a folder, got one version of an object")
     if scheme.lower() in ("s3", "http", "https", "hf") and not place.partition("/")[0]:
-        raise ValueError(f"{scheme}://: wanted a bucket or host behind it, found none")
+        raise ValueError(f"{scheme}://: expected a bucket or host behind it, got none")
     return uri.removesuffix("/") if place else uri
 
 
@@ -161,7 +163,7 @@ def path_of_file_uri(uri: str) -> str:
     host, slash, path = rest.partition("/")
     if host.lower() not in ("", "localhost"):
         host = host.rpartition("@")[2]  # what stands before it may be a password
-        raise ValueError(f"a file URI names a whole path of this computer: wanted file:///path, found host {host!r}")
+        raise ValueError(f"a file URI names a whole path of this computer: expected file:///path, got host {host!r}")
     import urllib.request  # not for every command line
 
     return urllib.request.url2pathname(slash + path)

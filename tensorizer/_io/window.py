@@ -104,7 +104,7 @@ class WindowedReader(io.BufferedIOBase):
         self._check_open()
         with memoryview(buffer) as view:
             if view.readonly:
-                raise TypeError("readinto: wanted a writable buffer")
+                raise TypeError("readinto: expected a writable buffer")
             if view.nbytes == 0:  # cast() refuses some empty shapes
                 self._count(0)
                 return 0

@@ -1,4 +1,4 @@
-"""What callers pass to a load: which device and dtype they mean, and what to write instead of what is none."""
+"""What callers pass to a load: which device and dtype they mean, and what to write instead of a wrong one."""
 
 from __future__ import annotations
 
@@ -24,20 +24,27 @@ def check_filter(filter_func: Optional[FilterFuncType]) -> None:
     if filter_func is None or callable(filter_func):
         return
     if isinstance(filter_func, torch.dtype):
-        raise TypeError(f"filter_func: found {filter_func}, which is a dtype: pass it by name, dtype={filter_func}")
+        raise TypeError(
+            f"filter_func: expected a function, got {filter_func}: a dtype is passed by name, dtype={filter_func}"
+        )
     raise TypeError(
-        f"filter_func: wanted a function that is given each name, found {type(filter_func).__name__}; "
+        f"filter_func: expected a function that is given each name, got {type(filter_func).__name__}; "
         "for a collection of names pass its method, as in filter_func={'a', 'b'}.__contains__"
     )
 
 
-def check_dtype(dtype: Any) -> None:
-    """Raises ``TypeError`` for anything but a ``torch.dtype`` or ``None``."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return
+def as_dtype(dtype: Any) -> Optional[torch.dtype]:
+    """A ``dtype=`` argument: a ``torch.dtype``, its name, or ``None``.
+
+    Raises:
+        TypeError: Something else; the message says which dtype may be meant.
+    """
+    found = named_dtype(dtype) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) or dtype is None:
+        return found
     meant = meant_dtype(dtype)
-    hint = f"; write {meant}" if meant is not None else ""
-    raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__} ({dtype!r:.100}){hint}")
+    hint = f"; did you mean {str(meant).removeprefix('torch.')!r}?" if meant is not None else ""
+    raise TypeError(f"dtype: expected a torch.dtype or its name, got {type(dtype).__name__} ({dtype!r:.100}){hint}")
 
 
 def named_dtype(name: str) -> Optional[torch.dtype]:
@@ -95,17 +102,17 @@ def as_device(device: Optional[_Device]) -> torch.device:
 
 def _parsed(device: _Device) -> torch.device:
     if isinstance(device, torch.dtype):
-        raise TypeError(f"device: found {device}, which is a dtype: pass it by name, dtype={device}")
+        raise TypeError(f"device: expected a device, got {device}: a dtype is passed by name, dtype={device}")
     if not isinstance(device, (torch.device, str, int)):
         raise TypeError(
-            f"device: wanted text, a number, a torch.device, a mapping or a function, found {type(device).__name__}"
+            f"device: expected text, a number, a torch.device, a mapping or a function, got {type(device).__name__}"
         )
     try:
         return as_device(device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"device: found {device!r}; wanted None (CUDA where there is one, else the CPU), a device of torch such as "
-            "'cpu' or 'cuda:1', or, for several devices, a mapping from names to devices or a function of the name"
+            "device: expected None (CUDA if there is one, else the CPU), a device of torch as 'cpu' or 'cuda:1', "
+            f"or, for several devices, a mapping from names to devices or a function of the name, got {device!r}"
         ) from error
 
 

@@ -85,7 +85,7 @@ class Cursor:
         raw: bool,
     ) -> Iterator[tuple[int, list[Any]]]:
         if num_tensors < -1:
-            raise ValueError(f"num_tensors: wanted -1 (all) or more, found {num_tensors}")
+            raise ValueError(f"num_tensors: expected -1 (all) or more, got {num_tensors}")
         left = math.inf if num_tensors == -1 else num_tensors
         while left > 0:
             batch = self._next_batch(filter_func, left)

@@ -130,10 +130,12 @@ def _check_map(opened: OpenedShards, readers: Sequence[IndexReader], aliases: Co
             if wanted is None:
                 unmapped += 1
             elif wanted != file:
-                raise FormatError(f"{opened.name}: tensor {stored!r:.200}: wanted in {wanted!r}, found in {file!r}")
+                raise FormatError(
+                    f"{opened.name}: tensor {stored!r:.200}: expected it in {wanted!r}, got it in {file!r}"
+                )
     for stored, file in opened.weight_map.items():
         if stored not in known:
-            raise FormatError(f"{opened.name}: tensor {stored!r:.200}: wanted in {file!r}, found in no shard")
+            raise FormatError(f"{opened.name}: tensor {stored!r:.200}: expected it in {file!r}, got no shard with it")
     for path in home:  # the paths of all files form one tree
         if isinstance(path, tuple) and any(name_of(path[:length]) in home for length in range(1, len(path))):
             raise FormatError(f"{opened.name}: tensor {path!r:.200} lies below another tensor")

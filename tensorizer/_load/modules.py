@@ -21,6 +21,7 @@ from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit, misplaced
 from tensorizer._system.devices import ordinary_tensors
+from tensorizer._system.sizes import counted
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -352,7 +353,7 @@ class ModuleFill:
         if self._how.by_modules and report.mismatched:
             rows = [f"{row.name} (file {row.file}, module {row.model})" for row in report.mismatched]
             texts.append(
-                f"{len(rows)} tensors of {report.module} on the meta device are replaced by "
+                f"{counted(len(rows), 'tensor')} of {report.module} on the meta device: replaced by "
                 f"tensors of another shape or kind: {'; '.join(rows)}"
             )
         if any(texts):
@@ -513,11 +514,11 @@ def _new_slot(modules: Mapping[str, torch.nn.Module], name: str, is_buffer: bool
     if module is None:
         raise KeyError(f"{name}: the module has no submodule {path!r}")
     if not attribute:
-        raise KeyError(f"{name!r}: a tensor of a module cannot be without a name")
+        raise KeyError(f"empty tensor name in {name!r}")
     registered = module._buffers if is_buffer else module._parameters
     if attribute not in registered and hasattr(module, attribute):
         wanted = "buffer" if is_buffer else "parameter"
-        raise KeyError(f"{name}: wanted a {wanted} or nothing of that name in the module, found something else")
+        raise KeyError(f"{name}: expected a {wanted} or nothing of that name in the module, got something else")
     return Slot(module, attribute, is_buffer, None)
 
 
@@ -580,8 +581,8 @@ def verify_module(file: OpenFile, module: torch.nn.Module) -> list[tuple[Name, b
     unread = [file.names[i] for i in file.selection if not file.has_header(i)]
     if unread:
         raise RuntimeError(
-            f"the hashes of {len(unread)} tensors (first: {unread[0]!r}) are known only after they were loaded; "
-            "load the file before verifying"
+            f"the hashes of {counted(len(unread), 'tensor')} (first: {unread[0]!r}) are known only after they were "
+            "loaded; load the file before verifying"
         )
     live = live_tensors(module)
     return [(file.names[i], _matches(file, i, live)) for i in file.selection]

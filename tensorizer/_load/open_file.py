@@ -26,7 +26,7 @@ from tensorizer._format.payloads import check_memory, contiguous, same_bits
 from tensorizer._format.tree import Node, build_tree
 from tensorizer._io.access import Access
 from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
-from tensorizer._load.arguments import check_dtype, check_filter
+from tensorizer._load.arguments import as_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex
 from tensorizer._load.open_index import FilePart, LoadedBatch, OpenIndex, chooser
 from tensorizer._load.reader import (
@@ -41,7 +41,7 @@ from tensorizer._load.reader import (
 )
 from tensorizer._system import perf
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer._system.sizes import runs
+from tensorizer._system.sizes import counted, runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
 from tensorizer.progress import progress_reporter
 
@@ -510,7 +510,7 @@ class OpenFile(OpenIndex):
             return []
         if self.closed:
             raise ValueError(
-                f"{self.source_name} is closed: {len(entries)} tensors that were converted while they were loaded "
+                f"{self.source_name} is closed: {counted(len(entries), 'tensor')} that the load converted "
                 f"cannot be verified any more: {listed([self.names[i] for i in entries])}; give verify_hash=True "
                 "to the constructor"
             )
@@ -556,7 +556,7 @@ def file_of(
     """What :func:`open_file` gives, of sources that are open already, which are closed after an error."""
     try:
         check_filter(filter_func)
-        check_dtype(options.dtype)
+        options = options._replace(dtype=as_dtype(options.dtype))
         if isinstance(opened, OpenedShards):
             access = _of_each(access, len(opened.files))
             readers = [open_reader(shard, access, options, filter_func) for shard in opened.files.values()]

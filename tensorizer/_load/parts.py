@@ -213,7 +213,7 @@ def _refuse_part(file: OpenFile, want: WantedPart) -> None:
     if not is_basic(want.index) or empty(shape, device="meta")[want.index].numel() != math.prod(shape):
         raise ValueError(
             f"tensor {name!r:.200}: a part cannot be verified, since the hashes of the file are of whole tensors; "
-            "wanted all of it, or verify_hash=False"
+            "read all of it, or pass verify_hash=False"
         )
 
 
@@ -322,7 +322,7 @@ def _plan(
         elif tuple(into.shape) != batch.part_shape(i):
             name = file.names[read.entry]
             raise ValueError(
-                f"tensor {name!r:.200}: out= wanted the shape {list(batch.part_shape(i))}, found {list(into.shape)}"
+                f"tensor {name!r:.200}: out= expected the shape {list(batch.part_shape(i))}, got {list(into.shape)}"
             )
         tensors.append(into)
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -385,6 +385,6 @@ def _placed(part: torch.Tensor, want: WantedPart, name: Name) -> torch.Tensor:
         return part
     if want.into.shape != part.shape:
         raise ValueError(
-            f"tensor {name!r:.200}: out= wanted the shape {list(part.shape)}, found {list(want.into.shape)}"
+            f"tensor {name!r:.200}: out= expected the shape {list(part.shape)}, got {list(want.into.shape)}"
         )
     return want.into.copy_(part)

@@ -28,7 +28,7 @@ from tensorizer._load.open_index import LoadedBatch, read_index
 from tensorizer._system import cgroup, cuda_engine, perf
 from tensorizer._system.config import ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
-from tensorizer._system.sizes import runs
+from tensorizer._system.sizes import counted, runs
 from tensorizer.errors import FormatError, MissingHashError
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -55,7 +55,7 @@ class ReadOptions(NamedTuple):
     mmap: Optional[bool] = False  # None: where nothing speaks against it, see _may_map
     verify_hash: Optional[bool] = None
     allow_missing_hashes: bool = False
-    without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
+    without_key: bool = False  # opens the index of an encrypted file without one; its tensors cannot be read then
     direct_io: Optional[str] = None
 
 
@@ -137,7 +137,7 @@ class FileReader:
         """
         handle = self._handle
         if handle is None:
-            raise RuntimeError("the file is closed; tensors that were not loaded before are out of reach")
+            raise RuntimeError("the file is closed: load tensors before close(), or keep it open with lazy_load")
         return handle
 
     @property
@@ -423,7 +423,7 @@ def tensor_error(source: str, name: Name, problem: object) -> FormatError:
 def missing_hashes(source: str, names: Sequence[Name]) -> MissingHashError:
     """The error for tensors that were to be verified and have no digest."""
     error = MissingHashError(
-        f"{source}: cannot verify {len(names)} tensors that have no stored hash: {listed(names)}; "
+        f"{source}: cannot verify {counted(len(names), 'tensor')} without a stored hash: {listed(names)}; "
         "allow_missing_hashes=True takes them unverified"
     )
     error.source = source
@@ -479,11 +479,11 @@ def check_direct_io(choice: Optional[str]) -> str:
         ValueError: None of the three.
     """
     if choice is not None and not isinstance(choice, str):
-        raise TypeError(f"direct_io: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {type(choice).__name__}")
+        raise TypeError(f"direct_io: expected one of {', '.join(map(repr, _DIRECT_IO))}, got {type(choice).__name__}")
     if choice is None:
         return "auto"
     if choice not in _DIRECT_IO:
-        raise ValueError(f"direct_io: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {choice!r:.100}")
+        raise ValueError(f"direct_io: expected one of {', '.join(map(repr, _DIRECT_IO))}, got {choice!r:.100}")
     return choice
 
 

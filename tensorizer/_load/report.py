@@ -122,7 +122,10 @@ class LoadReport:
         ]
         lines = [f"{title:12} {name}" for title, names in rows for name in joined_runs(names)]
         return (
-            "\n".join([f"<LoadReport: {len(self.loaded)} tensors of {self.source} for {self.module}", *lines]) + "\n>"
+            "\n".join(
+                [f"<LoadReport: {counted(len(self.loaded), 'tensor')} of {self.source} for {self.module}", *lines]
+            )
+            + "\n>"
         )
 
     def _repr_html_(self) -> str:

@@ -103,7 +103,7 @@ def check_name(name: Any, kind: TensorType) -> Path:
         ValueError: Several steps, for a tensor of a module.
     """
     if not isinstance(name, (str, tuple)):
-        raise TypeError(f"name: wanted a str or a tuple of str and int, found {type(name).__name__}")
+        raise TypeError(f"name: expected a str or a tuple of str and int, got {type(name).__name__}")
     path = path_of(name)
     if kind is not TensorType.STATE_DICT and not (len(path) == 1 and isinstance(path[0], str)):
         raise ValueError(f"name: paths like {name!r} are legal for STATE_DICT tensors only")

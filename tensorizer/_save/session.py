@@ -31,7 +31,7 @@ def check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> 
     chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
     unknown = sorted(map(str, chosen.difference(HASH_NAMES)))
     if unknown:
-        raise ValueError(f"hashes: wanted names out of {', '.join(HASH_NAMES)}, found {', '.join(unknown)}")
+        raise ValueError(f"hashes: expected names out of {', '.join(HASH_NAMES)}, got {', '.join(unknown)}")
     return chosen - {"crc32"} if encrypted else chosen
 
 
@@ -45,11 +45,11 @@ def check_metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata: wanted a mapping from str to str, found {type(metadata).__name__}")
+        raise TypeError(f"metadata: expected a mapping from str to str, got {type(metadata).__name__}")
     for key, value in metadata.items():
         for text in (key, value):
             if not isinstance(text, str):
-                raise TypeError(f"metadata: wanted str, found {type(text).__name__} at {key!r:.100}")
+                raise TypeError(f"metadata: expected str, got {type(text).__name__} at {key!r:.100}")
             try:
                 text.encode()
             except UnicodeEncodeError:  # halves of surrogate pairs, as names of files have for bytes of no encoding

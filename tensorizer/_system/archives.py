@@ -29,12 +29,12 @@ def check_zip(archive: zipfile.ZipFile, name: str, nbytes: int) -> None:
     files = archive.infolist()
     packed = [info.file_size for info in files if info.compress_type != zipfile.ZIP_STORED]
     if len(packed) > _MAX_FILES:
-        raise FormatError(f"{name}: wanted an archive of at most {_MAX_FILES} packed files, found {len(packed)}")
+        raise FormatError(f"{name}: expected an archive of at most {_MAX_FILES} packed files, got {len(packed)}")
     if sum(packed) > MAX_NBYTES:
-        raise FormatError(f"{name}: wanted an archive that unpacks to at most {MAX_NBYTES} bytes, found {sum(packed)}")
+        raise FormatError(f"{name}: expected an archive that unpacks to at most {MAX_NBYTES} bytes, got {sum(packed)}")
     unpacked_nbytes = sum(info.file_size for info in files)  # files that are not packed may lie upon each other
     if unpacked_nbytes > max(_FREE_NBYTES, _MAX_RATIO * nbytes):
         raise FormatError(
-            f"{name}: wanted an archive that unpacks to at most {_MAX_RATIO} times its {nbytes} bytes, "
-            f"found {unpacked_nbytes} bytes"
+            f"{name}: expected an archive that unpacks to at most {_MAX_RATIO} times its {nbytes} bytes, "
+            f"got {unpacked_nbytes} bytes"
         )

@@ -6,10 +6,11 @@ type or the number that was found; a text they never show.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, TypeVar, cast
 
 from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
@@ -22,10 +23,25 @@ def text(name: str, value: Any) -> str:
         ValueError: It has half of a surrogate pair, as names of files that are no UTF-8 have.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{name}: wanted str, found {type(value).__name__}")
+        raise TypeError(f"{name}: expected str, got {type(value).__name__}")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"{name}: wanted text that UTF-8 can encode, found a lone surrogate")
+        raise ValueError(f"{name}: expected text that UTF-8 can encode, got a lone surrogate")
     return value
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def says_dtype(function: _Function) -> _Function:
+    """For functions with a ``dtype=``: the error for ``torch_dtype=`` says so."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch_dtype" in kwargs:
+            raise TypeError(f"{function.__qualname__}() has no argument torch_dtype=; did you mean dtype=?")
+        return function(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wanted: Optional[str] = None) -> int:
@@ -39,9 +55,9 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: wanted {wanted}, found {type(value).__name__}") from None
+        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}") from None
     if not least <= number <= most:
-        raise ValueError(f"{name}: wanted {wanted}, found {_shown(number)}")
+        raise ValueError(f"{name}: expected {wanted}, got {_shown(number)}")
     return number
 
 
@@ -54,7 +70,7 @@ def binary_mode(mode: str, allowed: Sequence[str], scheme: Optional[str]) -> str
     """The mode of a stream, its letters in the usual order; raises ``ValueError`` for one that is not `allowed`."""
     ordered = "".join(sorted(mode, key="rwaxb+".find))
     if ordered not in allowed:
-        raise ValueError(f"mode for {scheme}:// must be one of {', '.join(allowed)}, found {mode!r}")
+        raise ValueError(f"mode for {scheme}:// must be one of {', '.join(allowed)}, got {mode!r}")
     return ordered
 
 
@@ -69,13 +85,13 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     if isinstance(value, (str, bytes, bytearray)) or (
         not hasattr(value, "__float__") and not hasattr(value, "__index__")
     ):
-        raise TypeError(f"{name}: wanted {wanted}, found {type(value).__name__}")
+        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not (number > 0 if above_zero else number >= 0):
-        raise ValueError(f"{name}: wanted {wanted}, found {_shown(value)}")
+        raise ValueError(f"{name}: expected {wanted}, got {_shown(value)}")
     return min(number, float(MAX_SECONDS))
 
 
@@ -98,7 +114,7 @@ def thread_limit(name: str, limit: Optional[int]) -> int:
     if limit is None:
         return 0
     if not isinstance(limit, int):
-        raise TypeError(f"{name}: wanted an int, found {type(limit).__name__}")
+        raise TypeError(f"{name}: expected an int, got {type(limit).__name__}")
     if limit < 1:
-        raise ValueError(f"{name}: wanted 1 or more, found {limit}")
+        raise ValueError(f"{name}: expected 1 or more, got {limit}")
     return min(int(limit), _MORE_THAN_THERE_WILL_EVER_BE)

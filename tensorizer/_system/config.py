@@ -46,7 +46,7 @@ def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[i
         value = minimum - 1
     if not minimum <= value <= maximum:
         wanted = f">= {minimum}" if maximum == (1 << 63) - 1 else f"from {minimum} to {maximum}"
-        raise ValueError(f"environment variable {name}: wanted an integer {wanted}, found {text!r}")
+        raise ValueError(f"environment variable {name}: expected an integer {wanted}, got {text!r}")
     return value
 
 
@@ -64,7 +64,7 @@ def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
     except ValueError:
         value = -1.0
     if not (value > 0 if above_zero else value >= 0):
-        raise ValueError(f"environment variable {name}: wanted {wanted_seconds(above_zero)}, found {text!r}")
+        raise ValueError(f"environment variable {name}: expected {wanted_seconds(above_zero)}, got {text!r}")
     return min(value, float(MAX_SECONDS))
 
 

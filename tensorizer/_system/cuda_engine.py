@@ -83,7 +83,7 @@ def _decrypt() -> str:
     """What ``TENSORIZER_CUDA_DECRYPT`` says."""
     text = env_text("TENSORIZER_CUDA_DECRYPT") or "auto"
     if text not in ("auto", "0", "1"):
-        raise ValueError(f"environment variable TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found {text!r}")
+        raise ValueError(f"environment variable TENSORIZER_CUDA_DECRYPT: expected auto, 0 or 1, got {text!r}")
     return text
 
 

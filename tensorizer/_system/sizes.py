@@ -49,14 +49,14 @@ def parse_size(name: str, value: Union[int, str]) -> int:
         ValueError: Negative, or no size; the message has `name`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name}: wanted a number of bytes or a text as '500GB', found {type(value).__name__}")
+        raise TypeError(f"{name}: expected a number of bytes or a text as '500GB', got {type(value).__name__}")
     if isinstance(value, int):
         if not 0 <= value < 1 << 63:
-            raise ValueError(f"{name}: wanted a number of bytes >= 0, found {value}")
+            raise ValueError(f"{name}: expected a number of bytes >= 0, got {value}")
         return value
     found = re.fullmatch(_SIZE, value)
     if found is None:
-        raise ValueError(f"{name}: wanted a size as '500GB' or '200GiB', found {value!r}")
+        raise ValueError(f"{name}: expected a size as '500GB' or '200GiB', got {value!r}")
     power = " KMGTP".index((found[2] or " ").upper())
     return min(int(float(found[1]) * (1024 if found[3] else 1000) ** power), (1 << 63) - 1)
 

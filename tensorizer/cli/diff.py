@@ -71,7 +71,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = -1
     if not value >= 0:  # NaN too
-        raise argparse.ArgumentTypeError(f"wanted 0 or more, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text!r}")
     return value
 
 

@@ -228,7 +228,7 @@ def _key_of_text(text: str, what: str) -> bytes:
     except ValueError:
         key = b""
     if len(key) != _KEY_NBYTES:
-        raise CryptographyError(f"{what}: wanted {_KEY_NBYTES} bytes or {2 * _KEY_NBYTES} hexadecimal digits")
+        raise CryptographyError(f"{what}: expected {_KEY_NBYTES} bytes or {2 * _KEY_NBYTES} hexadecimal digits")
     return key
 
 
@@ -243,7 +243,7 @@ def _passphrase_of_file(path: str, output: Output) -> bytes:
         with open(path, "rb") as file:
             content = file.read(_MAX_PASSPHRASE_NBYTES + 1)
     if len(content) > _MAX_PASSPHRASE_NBYTES:
-        raise CryptographyError(f"{where}: wanted a passphrase of at most {_MAX_PASSPHRASE_NBYTES} bytes, found more")
+        raise CryptographyError(f"{where}: expected a passphrase of at most {_MAX_PASSPHRASE_NBYTES} bytes, got more")
     for ending in (b"\r\n", b"\n"):
         if content.endswith(ending):
             content = content[: -len(ending)]

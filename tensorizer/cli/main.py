@@ -129,7 +129,7 @@ def _check_texts(arguments: argparse.Namespace) -> None:
     """Refuses empty texts, as of a variable that is not set: they would count as options that were not given."""
     for name, value in vars(arguments).items():
         if name not in _POSITIONALS and (value == "" or (isinstance(value, list) and "" in value)):
-            raise UsageError(f"{said.option_of(name)}: wanted a text, found an empty one")
+            raise UsageError(f"{said.option_of(name)}: expected a text, got an empty one")
 
 
 def _open_streams() -> None:
@@ -176,12 +176,12 @@ _OPTIONS_OF_KEYWORDS = {
     "set s3_region_name or s3_endpoint": "set AWS_REGION or --s3-endpoint",
     "pass s3_access_key_id and s3_secret_access_key": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "(force replaces it)": "(--force replaces it)",
-    "sha256: wanted": "--sha256: wanted",
+    "sha256: expected": "--sha256: expected",
     "(skip_non_tensors)": "(--skip-non-tensors)",
     "all_files: ": "--all: ",
-    "max_shard_size: wanted": "--max-shard-size: wanted",
-    "max_size: wanted": "--max-size: wanted",
-    "older_than: wanted": "--older-than: wanted",
-    "opslimit: wanted": "--opslimit: wanted",
-    "memlimit: wanted": "--memlimit: wanted",
+    "max_shard_size: expected": "--max-shard-size: expected",
+    "max_size: expected": "--max-size: expected",
+    "older_than: expected": "--older-than: expected",
+    "opslimit: expected": "--opslimit: expected",
+    "memlimit: expected": "--memlimit: expected",
 }

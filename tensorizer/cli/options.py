@@ -113,5 +113,5 @@ def _positive(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"wanted 1 or more, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
     return value

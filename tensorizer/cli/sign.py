@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             raise UsageError("--generate-key makes a key and signs nothing")
         return _generate(arguments.generate_key, output)
     if not arguments.files or not arguments.key:
-        raise UsageError("wanted FILE and --key, or --generate-key")
+        raise UsageError("expected FILE and --key, or --generate-key")
     with cli.imports():
         from tensorizer._files.sign import sign
     from tensorizer._load.authenticity import signature_place

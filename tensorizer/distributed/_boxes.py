@@ -32,7 +32,7 @@ def box_of(
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard"):
-            raise ValueError(f"tensor {name!r:.200}: placement {placement}: wanted Shard or Replicate")
+            raise ValueError(f"tensor {name!r:.200}: placement {placement}: expected Shard or Replicate")
         dim = placement.dim + len(box) if placement.dim < 0 else placement.dim
         if not 0 <= dim < len(box):
             raise ValueError(f"tensor {name!r:.200}: {placement} of a tensor of {len(box)} dimensions")
@@ -75,20 +75,20 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: st
     tensor = f"{where}: tensor {name!r}"
     for box in boxes:
         if len(box) != len(shape) or any(not 0 <= begin <= end <= n for (begin, end), n in zip(box, shape)):
-            raise FormatError(f"{tensor}: wanted boxes within {list(shape)}, found {_text(box)}")
+            raise FormatError(f"{tensor}: expected boxes within {list(shape)}, got {_text(box)}")
     _check_apart(tensor, boxes)
     found = sum(math.prod(end - begin for begin, end in box) for box in boxes)
     if found != math.prod(shape):  # they lie apart and inside, so something is left
         raise FormatError(
-            f"{tensor} of shape {list(shape)}: its boxes leave a hole: wanted {math.prod(shape)} elements, "
-            f"found {found} in {', '.join(map(_text, boxes[:4]))}{' …' if len(boxes) > 4 else ''}"
+            f"{tensor} of shape {list(shape)}: its boxes leave a hole: expected {math.prod(shape)} elements, "
+            f"got {found} in {', '.join(map(_text, boxes[:4]))}{' …' if len(boxes) > 4 else ''}"
         )
 
 
 def _check_apart(tensor: str, boxes: Sequence[Box]) -> None:
     if len(boxes) < 2 or not boxes[0]:
         if len(boxes) > 1:
-            raise FormatError(f"{tensor}: wanted one box of a tensor without dimensions, found {len(boxes)}")
+            raise FormatError(f"{tensor}: expected one box of a tensor without dimensions, got {len(boxes)}")
         return
     # Along the dimension that is cut most, only boxes that are open at the same place can overlap.
     cut = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))

@@ -46,7 +46,7 @@ class ShardedFill:
         for name, value, kinds in (("target", target, (torch.nn.Module, MutableMapping)), ("plan", plan, (Mapping,))):
             if not isinstance(value, kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise TypeError(f"{name}: wanted a {wanted}, found {type(value).__name__}")
+                raise TypeError(f"{name}: expected a {wanted}, got {type(value).__name__}")
         self._target, self._opened, self._mesh, self._plan, self._ranks = target, opened, mesh, plan, ranks
         file = self._file = opened.file
         self._source = file.source_name
@@ -130,8 +130,8 @@ class ShardedFill:
             self._new[name] = state
         else:
             raise LoadError(
-                f"{self._source}: {name!r:.200}: wanted a tensor for the DTensor that is "
-                f"there, found a {type(state).__name__}"
+                f"{self._source}: {name!r:.200}: expected a tensor for the DTensor that is "
+                f"there, got a {type(state).__name__}"
             )
 
     def _part(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Part:
@@ -140,17 +140,17 @@ class ShardedFill:
         if name in self._copies and not is_dtensor(value) and type(value) not in (torch.Tensor, torch.nn.Parameter):
             kind = type(value).__name__  # such as the ShardedTensors of FSDP1, which DTensors have replaced
             raise LoadError(
-                f"{self._source}: {name!r:.200}: wanted a plain tensor or a DTensor to fill, found a {kind}"
+                f"{self._source}: {name!r:.200}: expected a plain tensor or a DTensor to fill, got a {kind}"
             )
         planned = None if is_dtensor(value) else self._planned(names)
         # What a plan cuts may have another shape than in the file: it is replaced.
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and planned is None:
             raise LoadError(
-                f"{self._source}: tensor {name!r:.200}: wanted the shape {list(value.shape)}, found {list(shape)}"
+                f"{self._source}: tensor {name!r:.200}: expected the shape {list(value.shape)}, got {list(shape)}"
             )
         dtype = value.dtype if isinstance(value, torch.Tensor) else found
         if dtype.is_floating_point != found.is_floating_point or dtype.is_complex != found.is_complex:
-            raise LoadError(f"{self._source}: tensor {name!r:.200}: wanted {dtype}, found {found}")
+            raise LoadError(f"{self._source}: tensor {name!r:.200}: expected {dtype}, got {found}")
         in_place = isinstance(value, torch.Tensor) and not value.is_meta and name not in self._copies
         if is_dtensor(value):
             mesh, placements = value.device_mesh, value.placements
@@ -187,7 +187,7 @@ class ShardedFill:
             found = tuple(get_slice(self._file, stored).shape)
             if found != shape:
                 raise LoadError(
-                    f"{self._source}: tensor {name!r:.200}: wanted the shape {list(shape)}, found {list(found)}"
+                    f"{self._source}: tensor {name!r:.200}: expected the shape {list(shape)}, got {list(found)}"
                 )
             self.parts[stored] = Part(place.box, torch.empty_like(place.into))
             self._whole[stored] = self._whole[self._stored[first]]
@@ -212,7 +212,7 @@ class ShardedFill:
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 found = tuple(placements) if isinstance(placements, (list, tuple)) else (placements,)
                 if len(found) != dimensions:
-                    raise ValueError(f"plan[{pattern!r}]: wanted {dimensions} placements, found {len(found)}")
+                    raise ValueError(f"plan[{pattern!r}]: expected {dimensions} placements, got {len(found)}")
                 return found
         if self._mesh is None or (not self._plan and self._view is not None):
             return None
@@ -240,7 +240,7 @@ class ShardedFill:
             first = converted[0]
             raise ValueError(
                 f"{self._source}: verify_hash: converted tensors have no stored hash: {listed(converted)} (of the "
-                f"first: wanted {self.parts[first].into.dtype}, found {stored[first]})"
+                f"first: expected {self.parts[first].into.dtype}, got {stored[first]})"
             )
 
     def finish(self) -> None:

@@ -194,7 +194,7 @@ def load_sharded(
 
 def _check_exchange(exchange: str) -> None:
     if exchange not in _EXCHANGES:
-        raise ValueError(f"exchange: wanted one of {', '.join(_EXCHANGES)}, found {exchange!r}")
+        raise ValueError(f"exchange: expected one of {', '.join(_EXCHANGES)}, got {exchange!r}")
 
 
 def _fill(opened: GroupFile, exchange: str, parts: dict[Name, Part]) -> int:

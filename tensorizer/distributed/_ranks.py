@@ -159,7 +159,7 @@ class GroupFile:
         for argument in common:
             found = [given[argument] for given in common_of]
             if len(set(found)) > 1:
-                raise ValueError(f"{argument}: wanted the same on all ranks, found {found}")
+                raise ValueError(f"{argument}: expected the same on all ranks, got {found}")
         if self.ranks.size == 1 or any(checks_whole):  # the hash of a tensor is one of all of it
             return "none"
         overlapping = shared or sum(wanted_of) > _WORTH_GATHERING * everything
@@ -257,7 +257,7 @@ def _compare(source: str, contents: Sequence[tuple[str, dict[str, Any]]]) -> Non
                 other = first
         if other is not None:
             error = errors.StreamError(
-                f"{source}: rank {rank} sees another content than rank {other}: it was replaced meanwhile"
+                f"{source}: rank {rank} and rank {other} read different files (was the file replaced during the load?)"
             )
             error.source = source
             raise error

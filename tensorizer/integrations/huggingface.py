@@ -184,12 +184,12 @@ def from_pretrained(
     dtype = asked_dtype(torch_dtype if old_name_of_dtype and dtype == "auto" else dtype)
     device = as_device(device)
     if mmap and (device_map is not None or device.type != "cpu"):
-        raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")
+        raise ValueError("mmap: views of a file are on the CPU: leave out device= and device_map=")
     model, info = load(cls, source, LoadOptions.among(locals()))
     if not output_loading_info:
         return model
     if info is None:
-        raise ValueError(f"output_loading_info: only models of transformers have it, found {type(model).__name__}")
+        raise ValueError(f"output_loading_info: only models of transformers have it, got {type(model).__name__}")
     return model, info
 
 

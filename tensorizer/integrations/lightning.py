@@ -203,14 +203,14 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             shown = shown_location(path)
             text = file.metadata.get(_KEY)
             if text is None:
-                raise FormatError(f"{shown}: wanted a checkpoint of TensorizerCheckpointIO, found other tensors")
+                raise FormatError(f"{shown}: expected a checkpoint of TensorizerCheckpointIO, got other tensors")
             leaves: dict[tuple[str, str], tuple[Place, list[Any]]] = {}
 
             def referred_to(content: Any, place: Place) -> tuple[str, str]:
                 ((kind, name),) = content.items()
                 name, *described = name if kind == "array" else (name,)
                 if kind not in ("tensor", "array", "saved") or name not in file:
-                    raise ValueError(f"wanted a tensor of the file, found {content!r:.80}")
+                    raise ValueError(f"expected a tensor of the file, got {content!r:.80}")
                 leaves.setdefault((kind, name), (place, described))
                 return kind, name
 
@@ -224,7 +224,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                     except (ValueError, TypeError) as error:
                         raise FormatError(f"{shown}: tensor {name!r:.80}: {error}") from None
                 if tensor.dtype != torch.uint8:
-                    raise FormatError(f"{shown}: tensor {name!r:.80}: wanted bytes, found {tensor.dtype}")
+                    raise FormatError(f"{shown}: tensor {name!r:.80}: expected bytes, got {tensor.dtype}")
                 data = io.BytesIO(tensor.numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)

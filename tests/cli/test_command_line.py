@@ -256,7 +256,7 @@ def test_a_passphrase_without_an_end_is_refused_by_the_name_of_its_file(tmp_path
     for path, stdin, name in (("/dev/zero", b"", "/dev/zero"), ("-", b"x" * 65_537, "standard input")):
         result = run("encrypt", model, tmp_path / "other", "--passphrase-file", path, *cheap, stdin=stdin)
         assert result.returncode == 5
-        assert f"{name}: wanted a passphrase of at most 65536 bytes" in result.stderr.decode()
+        assert f"{name}: expected a passphrase of at most 65536 bytes" in result.stderr.decode()
 
 
 def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, model, key_file):

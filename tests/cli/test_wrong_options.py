@@ -154,7 +154,7 @@ def test_what_the_configuration_of_a_store_lacks_is_told_in_one_line(folder, mon
     nothing["AWS_EC2_METADATA_DISABLED"] = "true"
     copy = ["convert", "--force", "--no-check", "m.tensors", "s3://bucket/m", "--s3-endpoint", "http://127.0.0.1:9"]
     refused(folder, [*copy, "--s3-profile", "nobody"], "profile (nobody)", status=3, **nothing)
-    refused(folder, copy, "Unable to locate credentials", status=3, **nothing)
+    refused(folder, copy, "s3://bucket/m", "no credentials were found: set AWS_ACCESS_KEY_ID", status=3, **nothing)
     broken.write_text("access_key = A\n")
     refused(folder, copy, "s3cfg, line 1: not as files of s3cmd are", status=3, **nothing)
 
@@ -183,5 +183,5 @@ def test_tolerances_are_numbers_of_zero_and_more(folder):
         for text in ("nan", "-1", "-1e-9", "x", str(-math.inf)):
             result = run("diff", "m.tensors", "m.tensors", f"{option}={text}")
             assert (result.returncode, result.stdout) == (2, b""), (option, text, result)
-            assert f"{option}: wanted 0 or more, found {text!r}".encode() in result.stderr
+            assert f"{option}: expected 0 or more, got {text!r}".encode() in result.stderr
         assert run("diff", "m.tensors", "m.tensors", option, "1e-3").returncode == 0

@@ -127,7 +127,7 @@ def test_a_salt_may_be_bytes_like_or_text(salt: object) -> None:
 
 @pytest.mark.parametrize("salt", [b"", bytes(15), bytes(17), "", "ä" * 15])
 def test_a_salt_of_another_length_is_a_value_error(salt: object) -> None:
-    with pytest.raises(ValueError, match="salt: wanted 16 bytes"):
+    with pytest.raises(ValueError, match="salt: expected 16 bytes"):
         cheap(salt=salt)
 
 
@@ -172,13 +172,13 @@ def test_a_memlimit_of_another_type_is_a_type_error(value: object) -> None:
 
 @pytest.mark.parametrize("value", [-1, 0, 4294967296, 2**64, 2**80])
 def test_an_opslimit_out_of_range_is_a_value_error(value: int) -> None:
-    with pytest.raises(ValueError, match="opslimit: wanted 1 to 4294967295"):
+    with pytest.raises(ValueError, match="opslimit: expected 1 to 4294967295"):
         EncryptionParams.from_string("x", value, 8192)
 
 
 @pytest.mark.parametrize("value", [-1, 0, 8191, 4398046510081, 2**64])
 def test_a_memlimit_out_of_range_is_a_value_error(value: int) -> None:
-    with pytest.raises(ValueError, match="memlimit: wanted 8192 to 4398046510080"):
+    with pytest.raises(ValueError, match="memlimit: expected 8192 to 4398046510080"):
         EncryptionParams.from_string("x", 1, value)
 
 
@@ -323,7 +323,7 @@ def test_what_a_provider_raises_reaches_the_caller_and_it_is_asked_again() -> No
 
 
 def test_a_provider_that_returns_no_key_is_an_error() -> None:
-    with pytest.raises(ValueError, match="provider returned: wanted 32 bytes, found 5"):
+    with pytest.raises(ValueError, match="provider returned: expected 32 bytes, got 5"):
         _ = EncryptionParams.from_provider(lambda: b"short").key
     with pytest.raises(TypeError, match="provider returned"):
         _ = DecryptionParams.from_provider(lambda: "k" * 32).key  # type: ignore[arg-type,return-value]

@@ -209,7 +209,7 @@ def test_what_names_a_repository_and_what_does_not():
         "hf://datasets/org/name",
         "hf://org",
     ):
-        with pytest.raises(ValueError, match="wanted a model repository, hf://"):
+        with pytest.raises(ValueError, match="expected a model repository, hf://"):
             folders.parse_uri(uri)
 
 

@@ -257,7 +257,7 @@ def test_dtypes_are_those_of_the_library(tmp_path):
                     ours = from_pretrained(None, folder / kind, dtype=dtype)
                     assert_as_the_library(ours, theirs, f"{what} {stored} {dtype} {kind}")
     for wrong, meant in {"flaot16": "float16", "bf16": "bfloat16", "torch.float33": "float32", torch.int8: ""}.items():
-        with pytest.raises(ValueError, match=f"dtype: wanted .*{meant}"):
+        with pytest.raises(ValueError, match=f"dtype: expected .*{meant}"):
             from_pretrained(None, folder / "ours", dtype=wrong)
 
 

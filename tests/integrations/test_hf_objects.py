@@ -198,7 +198,7 @@ def test_names_of_dtypes_mean_their_dtype_for_diffusers_and_misspelt_ones_are_an
         for dtype in ("float16", "torch.float16", "half"):
             loaded = from_pretrained(None, source, dtype=dtype, **options)
             assert {p.dtype for p in getattr(loaded, "vae", loaded).parameters()} == {torch.float16}, (source, dtype)
-        with pytest.raises(ValueError, match=r"dtype: wanted .*'flaot16'; did you mean 'float16'\?"):
+        with pytest.raises(ValueError, match=r"dtype: expected .*'flaot16'; did you mean 'float16'\?"):
             from_pretrained(None, source, dtype="flaot16", **options)
     mixed = from_pretrained(None, tmp_path / "pipeline", dtype={"default": "float16", "unet": torch.bfloat16})
     assert (mixed.unet.dtype, mixed.vae.dtype, mixed.text_encoder.dtype) == (torch.bfloat16, *[torch.float16] * 2)

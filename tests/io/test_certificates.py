@@ -89,7 +89,7 @@ def test_a_variable_that_names_something_unreadable_is_an_error_that_names_it(mo
     for name in VARIABLES:
         with monkeypatch.context() as patch:
             patch.setenv(name, str(tmp_path / "absent"))
-            with pytest.raises(StreamError, match=rf"{name} names .*absent: wanted a readable"):
+            with pytest.raises(StreamError, match=rf"{name} names .*absent: expected a readable"):
                 trust_for(None)
             assert trust_for(None, secure=False) is not None, "plain http needs no certificate"
 
@@ -106,7 +106,10 @@ def test_a_folder_that_may_be_listed_and_not_searched_is_an_error_that_names_the
                 with monkeypatch.context() as patch:
                     patch.setenv(name, str(folder))
                     text = error_as_another_user()
-                    assert text == "" if accepted else f"{name} names {folder}: wanted a readable" in text, (mode, text)
+                    assert text == "" if accepted else f"{name} names {folder}: expected a readable" in text, (
+                        mode,
+                        text,
+                    )
 
 
 def error_as_another_user() -> str:

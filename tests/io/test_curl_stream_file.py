@@ -252,7 +252,7 @@ def test_headers_that_would_change_the_request_are_refused(server, headers):
 
 @pytest.mark.parametrize("value", [None, b"s3cret", bytearray(b"s3cret"), memoryview(b"s3cret")])
 def test_header_values_whose_str_nobody_means_are_refused_and_not_shown(server, value):
-    wanted = f"headers: the value of Authorization: wanted text or a number, found {type(value).__name__}"
+    wanted = f"headers: the value of Authorization: expected text or a number, got {type(value).__name__}"
     headers = {"Authorization": value}
     for use in (
         lambda: CURLStreamFile(server.url, headers=headers),

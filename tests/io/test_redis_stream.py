@@ -332,7 +332,7 @@ class TestDamage:
         client.set("change:header:0", b"x" * 1000)
         stream = RedisStreamFile(server.uri("change"))
         client.set("change:header:0", b"y" * 900)
-        with pytest.raises(TruncatedError, match=r"change:header:0.*wanted 1000 bytes, found 900"):
+        with pytest.raises(TruncatedError, match=r"change:header:0.*expected 1000 bytes, got 900"):
             stream.read()
         client.delete("change:header:0")
         with pytest.raises(TruncatedError, match="found no value"):

@@ -261,7 +261,7 @@ class TestEndpoints:
         outpost = "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01/accesspoint/models"
         assert parse_s3_uri(f"s3://{outpost}/k") == S3Location(outpost, "k")
         for wrong in ("arn:aws:s3:us-west-2:12:accesspoint/models/k", "arn:aws:s3:::bucket/k", "arn:aws:s3/k"):
-            with pytest.raises(ValueError, match="wanted the ARN of an access point"):
+            with pytest.raises(ValueError, match="expected the ARN of an access point"):
                 parse_s3_uri(f"s3://{wrong}")
 
     def test_the_validation_of_answers_is_what_the_aws_variable_says(self, monkeypatch):

@@ -283,8 +283,9 @@ class TestWritingFiles:
     def test_missing_credentials_show_at_the_upload(self, store):
         stream = open_stream("s3://bucket/k", "wb", s3_endpoint=store.endpoint, force_http=True)
         stream.write(b"x")
-        with pytest.raises(botocore.exceptions.NoCredentialsError):
+        with pytest.raises(botocore.exceptions.NoCredentialsError, match=r"s3://bucket/k.*set AWS_") as caught:
             stream.close()
+        assert isinstance(caught.value, StreamError)
 
     def test_a_serializer_writes_into_the_file_and_both_may_close(self, store):
         expected = state(2)

@@ -505,9 +505,9 @@ def test_text_behind_a_wrapper_is_a_type_error_that_says_how_to_open_it():
         with make(mode="w+") as stream:
             stream.write(content)
             stream.seek(0)
-            with pytest.raises(TypeError, match=rf"wanted a binary file.*mode rb,.*text in {type(stream).__name__}"):
+            with pytest.raises(TypeError, match=rf"expected a binary file.*mode rb,.*text in {type(stream).__name__}"):
                 TensorDeserializer(stream, device="cpu")
-        with make(mode="w+") as stream, pytest.raises(TypeError, match=r"wanted a binary file.*text"):
+        with make(mode="w+") as stream, pytest.raises(TypeError, match=r"expected a binary file.*text"):
             TensorSerializer(stream)
 
 

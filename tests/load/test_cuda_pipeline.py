@@ -209,7 +209,7 @@ def test_decrypts_on_tells_who_decrypts_and_why(fake, gpu, monkeypatch):
 def test_a_wrong_word_for_who_decrypts_is_refused(gpu, monkeypatch):
     monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "yes")
     saving, loading = key_pair(True)
-    with pytest.raises(ValueError, match="TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found 'yes'"):
+    with pytest.raises(ValueError, match="TENSORIZER_CUDA_DECRYPT: expected auto, 0 or 1, got 'yes'"):
         gpu.load(written({"a": samples.tensor((3 * MIB,))}, **saving), **loading)
 
 
@@ -610,10 +610,10 @@ def test_a_device_that_is_full_is_an_out_of_memory_error_and_the_next_load_works
 
 def test_wrong_arguments_about_pinned_memory_are_refused_by_name():
     for name, value in (("slots", 1), ("slot_nbytes", 2 * MIB - 1)):
-        with pytest.raises(ValueError, match=f"^{name}: wanted 2"):
+        with pytest.raises(ValueError, match=f"^{name}: expected 2"):
             tensorizer.cuda.set_pinned_memory(**{name: value})
     for device in ("cpu", "cuda", torch.device("cuda")):
-        with pytest.raises(ValueError, match="wanted a CUDA device with an index"):
+        with pytest.raises(ValueError, match="expected a CUDA device with an index"):
             tensorizer.cuda.release_pinned_memory(device)
 
 

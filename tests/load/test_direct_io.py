@@ -217,7 +217,7 @@ def test_tensors_of_odd_safetensors_are_aligned_for_their_elements(tmp_path):
 
 def test_what_is_no_choice_is_refused(tmp_path):
     path = write(tmp_path / "f")
-    with pytest.raises(ValueError, match=r"direct_io: wanted one of 'auto', 'always', 'never', found 'yes'"):
+    with pytest.raises(ValueError, match=r"direct_io: expected one of 'auto', 'always', 'never', got 'yes'"):
         TensorDeserializer(path, direct_io="yes")
-    with pytest.raises(TypeError, match="direct_io: wanted one of 'auto', 'always', 'never', found bool"):
+    with pytest.raises(TypeError, match="direct_io: expected one of 'auto', 'always', 'never', got bool"):
         tensorizer.torch.load_file(path, direct_io=True)

@@ -117,7 +117,7 @@ def test_wrong_indices_are_the_errors_of_torch(tmp_path):
             d.get_slice("b")
         with pytest.raises(KeyError):
             d.get_slices({"b": ...})
-        with pytest.raises(ValueError, match="wanted the shape"):
+        with pytest.raises(ValueError, match="expected the shape"):
             d.get_slices({"a": slice(0, 2)}, out={"a": torch.empty(3, 5)})
         with pytest.raises(KeyError):
             d.get_slices({"a": slice(0, 2)}, out={})

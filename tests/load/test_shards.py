@@ -120,7 +120,7 @@ def test_variants_and_their_older_spelling_are_found(folder):
 
 def test_an_ambiguous_folder_is_refused_and_an_empty_one_has_nothing(folder, tmp_path):
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(FormatError, match="wanted one"):
+    with pytest.raises(FormatError, match="expected one"):
         TensorDeserializer(folder, device="cpu")
     (tmp_path / "empty").mkdir()
     with pytest.raises(IsADirectoryError, match="found an empty folder"):
@@ -142,9 +142,9 @@ OUTSIDE = [f"{place}x.safetensors" for place in ("../", "/etc/", "C:", "..\\", "
     ("weight_map", "error", "words"),
     [
         pytest.param({**MAP, "a.weight": SECOND}, FormatError, f"'{SECOND}', found in '{FIRST}'", id="another shard"),
-        pytest.param({**MAP, "z": SECOND}, FormatError, "'z': wanted in", id="no tensor of that name"),
+        pytest.param({**MAP, "z": SECOND}, FormatError, "'z': expected in", id="no tensor of that name"),
         *(pytest.param({**MAP, "z": place}, FormatError, repr(place), id=place) for place in OUTSIDE),
-        pytest.param({**MAP, "z": "x.bin"}, FormatError, "wanted .safetensors files", id="x.bin"),
+        pytest.param({**MAP, "z": "x.bin"}, FormatError, "expected .safetensors files", id="x.bin"),
         pytest.param({}, FormatError, "no tensor", id="empty"),
         pytest.param([], FormatError, "weight_map", id="a list"),
         pytest.param({"a.weight": 1}, FormatError, "weight_map", id="a number"),

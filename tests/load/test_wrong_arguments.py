@@ -14,6 +14,7 @@ import traceback
 import pytest
 import torch
 
+import tensorizer
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer._system.redaction import shown_uri
 from tensorizer.stream_io import CacheOptions, CURLStreamFile, HTTPOptions, RedisStreamFile, open_stream
@@ -51,8 +52,9 @@ def assert_words(text: str, *words: str) -> None:
         pytest.param({"filter_func": ["w"]}, TypeError, ["filter_func", "list", "function"], id="list as filter"),
         pytest.param({"filter_func": {"w"}}, TypeError, ["filter_func", "set", "function"], id="set as filter"),
         pytest.param({"filter_func": "w"}, TypeError, ["filter_func", "str", "function"], id="name as filter"),
-        pytest.param({"dtype": "float16"}, TypeError, ["torch.float16", "str"], id="name as dtype"),
-        pytest.param({"dtype": "flaot16"}, TypeError, ["write torch.float16"], id="misspelt name as dtype"),
+        pytest.param({"dtype": "flaot16"}, TypeError, ["did you mean 'float16'?"], id="misspelt name as dtype"),
+        pytest.param({"dtype": "bf16"}, TypeError, ["'bf16'", "did you mean 'bfloat16'?"], id="short name as dtype"),
+        pytest.param({"torch_dtype": torch.float16}, TypeError, ["did you mean dtype=?"], id="torch_dtype"),
         pytest.param({"dtype": float}, TypeError, ["torch.dtype", "type"], id="type as dtype"),
     ],
 )
@@ -324,3 +326,27 @@ def test_a_device_that_is_full_is_named():
     for buffering in (0, 4096):
         with contextlib.suppress(OSError), open("/dev/full", "rb+", buffering=buffering) as file:
             assert_words(message(OSError, write, file), "No space left", "/dev/full")
+
+
+def test_names_of_dtypes_are_taken_wherever_a_dtype_is(path, tmp_path):
+    for dtype in (torch.float16, "float16", "torch.float16"):
+        with TensorDeserializer(path, device="cpu", dtype=dtype) as file:
+            assert file[".weight"].dtype == torch.float16
+        tensorizer.convert(path, tmp_path / "half.tensors", dtype=dtype)
+        assert {one.dtype for one in tensorizer.inspect(tmp_path / "half.tensors").tensors} == {"float16"}
+    assert "did you mean dtype=?" in message(TypeError, tensorizer.convert, path, path, torch_dtype="float16")
+
+
+def test_a_name_that_a_file_lacks_is_told_with_the_file_and_the_nearest_name(path):
+    with TensorDeserializer(path, device="cpu") as file, tensorizer.safe_open(path, "pt") as opened:
+        for call in (opened.get_tensor, opened.get_slice):
+            assert_words(message(KeyError, call, "weigth"), str(path), "weigth", "did you mean 'weight'?")
+        assert_words(message(KeyError, file.__getitem__, ".weigth"), str(path), "did you mean '.weight'?")
+
+
+def test_configurations_and_uris_with_one_slash_are_told_from_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{\n  "architectures": ["LlamaForCausalLM"]\n}\n')
+    text = message(ValueError, tensorizer.inspect, tmp_path / "config.json")
+    assert_words(text, "config.json", "it is JSON; did you mean the folder?")
+    assert_words(message(ValueError, tensorizer.inspect, "s3:/bucket/m.tensors"), "did you mean s3://bucket/m.tensors?")
+    assert_words(message(ValueError, tensorizer.inspect, "x://m.tensors"), "unsupported URL scheme 'x'")

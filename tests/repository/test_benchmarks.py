@@ -46,7 +46,7 @@ class TestData:
 
     @pytest.mark.parametrize("text", ["", "GB", "2 apples", "-1MB"])
     def test_what_is_no_size_is_refused(self, text: str) -> None:
-        with pytest.raises(argparse.ArgumentTypeError, match="wanted a size"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a size"):
             size(text)
 
     @pytest.mark.parametrize("nbytes", [64 * 10**6, 2 * 10**9, 8 * 10**9])

@@ -240,7 +240,7 @@ def test_the_benchmark_refuses_numbers_below_one(run, capsys):
         with pytest.raises(SystemExit) as end:
             run("benchmark.py", *arguments)
         assert end.value.code == 2
-        assert "wanted 1 or more" in capsys.readouterr().err
+        assert "expected 1 or more" in capsys.readouterr().err
 
 
 # --- the notebook --------------------------------------------------------------------------------------------------

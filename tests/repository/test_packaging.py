@@ -94,7 +94,7 @@ def test_a_file_that_differs_from_the_lock_ends_the_build(scripts, library, tmp_
     url = (tmp_path / "source").as_uri()
     right, wrong = library(b"right", f"{url}.absent", url), library(b"wrong", url)
     assert fetch(right, tmp_path / "cache").read_bytes() == b"right"
-    with pytest.raises(SystemExit, match=f"made-1.2.3.tar.gz: wanted SHA-256 {wrong.sha256}, found"):
+    with pytest.raises(SystemExit, match=f"made-1.2.3.tar.gz: expected SHA-256 {wrong.sha256}, got"):
         fetch(wrong, tmp_path / "cache")
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["made-1.2.3.tar.gz"]
     (tmp_path / "cache" / "made-1.2.3.tar.gz").write_bytes(b"damaged later")
@@ -181,7 +181,7 @@ def test_a_wheel_is_refused_for_each_thing_it_lacks_or_holds_too_much(scripts, t
     wheel = write_wheel(tmp_path / "tensorizer-1-cp311-cp311-linux_x86_64.whl", files)
     complaints = check.wrong_wheel(wheel, [])
     assert {"its name lacks manylinux_2_28", "does not list the component dlpack"} <= set(complaints)
-    assert any("wanted tensorizer/_C only" in complaint for complaint in complaints)
+    assert any("expected tensorizer/_C only" in complaint for complaint in complaints)
 
 
 def test_a_module_is_refused_that_expects_names_of_libraries_of_the_system(scripts):
@@ -378,7 +378,7 @@ def test_a_script_without_arguments_or_without_files_says_in_one_line_what_it_wa
         ("try_sdist.sh",): "usage: try_sdist.sh FOLDER",
         ("../site/publish.sh",): "usage: publish.sh NAME",
         ("bare.sh", empty): f"no wheel in {empty}",
-        ("try_sdist.sh", empty): f"0 source distributions in {empty}: wanted one",
+        ("try_sdist.sh", empty): f"0 source distributions in {empty}: expected one",
         ("build_again.sh",): "usage: build_again.sh FOLDER PYTHON",
         ("check_wheel.py", absent): f"no wheel in {absent}",
         ("release.py",): "usage: release.py check TAG FOLDER",

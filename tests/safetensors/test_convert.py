@@ -188,7 +188,7 @@ def test_a_packed_pickle_that_unpacks_to_far_more_than_its_size_is_refused(tmp_p
         for info in plain.infolist():
             packed.writestr(info.filename, plain.read(info))
     assert (tmp_path / "packed.pt").stat().st_size < MIB
-    with pytest.raises(FormatError, match=r"packed\.pt: wanted an archive that unpacks to at most 100 times"):
+    with pytest.raises(FormatError, match=r"packed\.pt: expected an archive that unpacks to at most 100 times"):
         tensorizer.convert(tmp_path / "packed.pt", tmp_path / "m.tensors")
     tensorizer.convert(tmp_path / "plain.pt", tmp_path / "m.tensors")
 
@@ -456,10 +456,10 @@ for name, size in (("a.tensors", None), ("b.safetensors", None), ("c.safetensors
 def test_models_are_written_only_under_names_under_which_they_are_found_again(tmp_path):
     two = {"a": torch.ones(9), "b": torch.ones(9)}
     for name in ("served", "model.bin", "model.v2"):
-        with pytest.raises(ValueError, match=rf"max_shard_size: wanted a name .*found {tmp_path}/{name}$"):
+        with pytest.raises(ValueError, match=rf"max_shard_size: expected a name .*found {tmp_path}/{name}$"):
             save_file(two, tmp_path / name, format="tensors", max_shard_size=40)
         assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=r"wanted the name of a file of tensors, found .*/m\.tensors\.index\.json$"):
+    with pytest.raises(ValueError, match=r"expected the name of a file of tensors, got .*/m\.tensors\.index\.json$"):
         save_file(two, tmp_path / "m.tensors.index.json")
     assert list(tmp_path.iterdir()) == []
     save_file(two, tmp_path / "served", max_shard_size="1GB")  # one file is

@@ -116,12 +116,12 @@ def test_what_cannot_be_written_is_refused_by_kind():
     [
         ({"dtype": 0, "data": b""}, "dtype 0"),
         ({"dtype": 99, "data": b""}, "dtype 99"),
-        ({"dtype": 1, "shape": [2], "data": b"1234"}, "wanted 8 bytes, found 4"),
-        ({"dtype": 8, "shape": [-1, -4], "data": b"1234"}, r"wanted a shape, found 2 dimensions: \[-1, -4\]"),
-        ({"dtype": 8, "shape": [2**40, 2**40], "data": b"1234"}, "wanted a shape"),
-        ({"dtype": 8, "shape": [0, 2**62, 2**62], "data": b""}, "wanted a shape"),
-        ({"dtype": 8, "shape": [1] * 256, "data": b"1"}, "wanted a shape, found 256 dimensions"),
-        ({"dtype": 8, "shape": [2**62 + 12345] * 80_000, "data": b"1234"}, "wanted a shape, found 80000 dimensions"),
+        ({"dtype": 1, "shape": [2], "data": b"1234"}, "expected 8 bytes, got 4"),
+        ({"dtype": 8, "shape": [-1, -4], "data": b"1234"}, r"expected a shape, got 2 dimensions: \[-1, -4\]"),
+        ({"dtype": 8, "shape": [2**40, 2**40], "data": b"1234"}, "expected a shape"),
+        ({"dtype": 8, "shape": [0, 2**62, 2**62], "data": b""}, "expected a shape"),
+        ({"dtype": 8, "shape": [1] * 256, "data": b"1"}, "expected a shape, got 256 dimensions"),
+        ({"dtype": 8, "shape": [2**62 + 12345] * 80_000, "data": b"1234"}, "expected a shape, got 80000 dimensions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -102,7 +102,7 @@ def test_a_write_call_within_another_one_is_refused(tmp_path):
     found = []
 
     def write_more(*_: object) -> None:
-        with pytest.raises(RuntimeError, match="within another one") as caught:
+        with pytest.raises(RuntimeError, match="write called from inside another write") as caught:
             serializer.write_state_dict({"more": torch.ones(1)})
         found.append(caught.value)
 

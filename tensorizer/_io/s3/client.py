@@ -5,6 +5,7 @@ boto3 is imported when it is first needed.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -58,11 +59,11 @@ def check_endpoint(endpoint: Any) -> None:
     authority = split_uri(checks.text("S3 endpoint", endpoint)).authority
     if "@" in authority:
         raise ValueError(
-            "S3 endpoint: wanted a host, found an at sign; keys are no part of it: pass s3_access_key_id and "
+            "S3 endpoint: expected a host, got an at sign; keys are no part of it: pass s3_access_key_id and "
             "s3_secret_access_key"
         )
     if not _HOST_AND_PORT.fullmatch(authority):
-        raise ValueError("S3 endpoint: wanted a host, with https:// and a port or without, found something else")
+        raise ValueError("S3 endpoint: expected a host, with https:// and a port or without, got something else")
 
 
 def make_session(profile: Optional[str]) -> Any:
@@ -204,7 +205,9 @@ def trust_of_parts(session: Any) -> Optional[CAInfo]:
     if bundle is None or named_trust(None) is not None:
         return None
     if not os.path.isfile(bundle):
-        raise StreamError(f"no certificate to trust: AWS_CA_BUNDLE or ca_bundle names {bundle}: wanted a readable file")
+        raise StreamError(
+            f"no certificate to trust: AWS_CA_BUNDLE or ca_bundle names {bundle}: expected a readable file"
+        )
     return CAInfo(cacert=bundle)
 
 
@@ -307,6 +310,8 @@ def _is_sent(name: str, url: str) -> bool:
 
 # --- errors, without secrets ----------------------------------------------------------------------------------------
 
+NO_CREDENTIALS = "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+
 _HINTS = {
     "301": "the bucket is in another region or at another endpoint: set s3_region_name or s3_endpoint",
     "403": "the credentials do not allow this, or are wrong",
@@ -323,6 +328,8 @@ def explain(error: Exception, operation: str, name: str) -> str:
     code = str(response.get("Error", {}).get("Code", ""))
     status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     hint = _HINTS.get(code) or _HINTS.get(status)
+    if type(error).__name__ == "NoCredentialsError":
+        return f"Failed to {operation} {name}: {NO_CREDENTIALS}"
     said = str(error).partition("\n")[0]  # a page may follow
     reason = f"status {status} [{code}]" if response else without_secrets(said)
     return f"Failed to {operation} {name}: {reason}" + (f"; {hint}" if hint else "")
@@ -333,10 +340,20 @@ def s3_code(error: Any) -> str:
     return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 
+@functools.cache
+def _no_credentials() -> type[StreamError]:
+    """An error of the package that programs catch as botocore's, too, as they did with earlier releases."""
+    from botocore.exceptions import NoCredentialsError
+
+    return type("NoCredentialsError", (StreamError, NoCredentialsError), {"__module__": __name__})
+
+
 def translated(error: Any, operation: str, name: str) -> StreamError:
     """The package's own error for one of botocore's."""
     status = (getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    kind = StreamNotFoundError if status == 404 else StreamError
+    kind: type[StreamError] = StreamNotFoundError if status == 404 else StreamError
+    if type(error).__name__ == "NoCredentialsError":
+        kind = _no_credentials()
     result = kind(explain(error, operation, name))
     result.source, result.status = name, status
     return result

@@ -6,15 +6,16 @@ GETs of presigned URLs that are renewed before they expire, writes are PUTs of p
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.s3.access import S3Access, explicit_access, named_endpoint, resolve
-from tensorizer._io.s3.client import SignedRequest, presign, s3_code, translated
+from tensorizer._io.s3.client import NO_CREDENTIALS, SignedRequest, presign, s3_code, translated
 from tensorizer._io.s3.options import (
     READ_ENDPOINT,
     WRITE_ENDPOINT,
@@ -46,7 +47,12 @@ def _url_seconds() -> int:
 
 
 def _signed(access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> SignedRequest:
-    return presign(access.client, "get_object", {**location.params, **extra}, _url_seconds())
+    from botocore.exceptions import NoCredentialsError
+
+    try:
+        return presign(access.client, "get_object", {**location.params, **extra}, _url_seconds())
+    except NoCredentialsError as error:
+        raise translated(error, "read", access.describe(location)) from error
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -107,19 +113,31 @@ def _open_presigned(
 
     extra = options.extra("get")
     first = _signed(access, location, extra)
-    return CURLStreamFile(
-        first.url,
-        begin=begin,
-        end=end,
-        headers=first.headers,  # the same for every URL of the object
-        buffer_size=buffer_size,
-        certificate_handling=options.certificate_handling,
-        http_options=options.http_options,
-        url_provider=lambda: _signed(access, location, extra).url,
-        url_lifetime=lifetime,
-        display_name=access.describe(location),
-        cached=cached,
-    )
+    with _told_of_credentials(access, options):
+        return CURLStreamFile(
+            first.url,
+            begin=begin,
+            end=end,
+            headers=first.headers,  # the same for every URL of the object
+            buffer_size=buffer_size,
+            certificate_handling=options.certificate_handling,
+            http_options=options.http_options,
+            url_provider=lambda: _signed(access, location, extra).url,
+            url_lifetime=lifetime,
+            display_name=access.describe(location),
+            cached=cached,
+        )
+
+
+@contextlib.contextmanager
+def _told_of_credentials(access: S3Access, options: S3Options) -> Iterator[None]:
+    """Adds to a refusal of an unsigned request that no credentials were found, unless the caller wants none."""
+    try:
+        yield
+    except StreamError as error:
+        if access.source == "anonymous" and options.access_key_id != "" and error.status in (400, 401, 403):
+            error.args = (f"{error}; {NO_CREDENTIALS}",)
+        raise
 
 
 def open_read(
@@ -201,11 +219,12 @@ def _upload_file(
     access: S3Access, path: str, location: S3Location, extra: Mapping[str, Any], with_threads: bool
 ) -> None:
     from boto3.s3.transfer import TransferConfig
+    from botocore.exceptions import NoCredentialsError
 
     config = TransferConfig(use_threads=with_threads)
     try:
         access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
-    except StreamError as error:
+    except (NoCredentialsError, StreamError) as error:
         raise translated(error, "write", access.describe(location)) from error
 
 

@@ -58,24 +58,24 @@ def parse_s3_uri(uri: str) -> S3Location:
     """
     parts = split_uri(checks.text("S3 URI", uri))
     if parts.scheme != "s3" or not parts.authority:
-        raise ValueError("Invalid S3 URI: wanted s3://bucket/key, found another scheme or no bucket")
+        raise ValueError("Invalid S3 URI: expected s3://bucket/key, got another scheme or no bucket")
     if "@" in parts.authority:
         raise ValueError(
-            "Invalid S3 URI: wanted s3://bucket/key, found an at sign in place of the bucket; keys are no part of the "
+            "Invalid S3 URI: expected s3://bucket/key, got an at sign in place of the bucket; keys are no part of the "
             "URI: pass s3_access_key_id and s3_secret_access_key"
         )
     if re.search("[?#]", parts.authority):
-        raise ValueError("Invalid S3 URI: wanted s3://bucket/key, found a ? or # in place of the first slash")
+        raise ValueError("Invalid S3 URI: expected s3://bucket/key, got a ? or # in place of the first slash")
     if parts.authority.startswith("arn:") and not is_arn(parts.authority):
         raise ValueError(
-            "Invalid S3 URI: wanted the ARN of an access point (arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME) and a key, "
-            f"found {parts.authority}/{parts.path}"
+            "Invalid S3 URI: expected the ARN of an access point (arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME) and a "
+            f"key, got {parts.authority}/{parts.path}"
         )
     if not parts.path:
-        raise ValueError(f"Invalid S3 URI: wanted s3://bucket/key, found no key behind s3://{parts.authority}")
+        raise ValueError(f"Invalid S3 URI: expected s3://bucket/key, got no key behind s3://{parts.authority}")
     version = unquote_plus(parts.query.removeprefix("versionId=")) if parts.query else None
     if version == "":
-        raise ValueError(f"{uri}: wanted a version behind ?versionId=, found none")
+        raise ValueError(f"{uri}: expected a version behind ?versionId=, got none")
     return S3Location(parts.authority, parts.path, version)
 
 
@@ -131,7 +131,7 @@ class S3Options:
         if self.memory_budget is not None:
             checks.integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
         if self.http_options is not None and not isinstance(self.http_options, HTTPOptions):
-            raise TypeError(f"http_options: wanted HTTPOptions or None, found {type(self.http_options).__name__}")
+            raise TypeError(f"http_options: expected HTTPOptions or None, got {type(self.http_options).__name__}")
         object.__setattr__(self, "extra_args", _checked_kinds(self.extra_args))
 
     def extra(self, kind: str) -> Mapping[str, Any]:
@@ -160,10 +160,10 @@ def _checked_kinds(extra_args: Optional[Mapping[str, Mapping[str, Any]]]) -> dic
     if extra_args is None:
         return {}
     if not isinstance(extra_args, Mapping) or not all(isinstance(names, Mapping) for names in extra_args.values()):
-        raise TypeError("s3_extra_args: wanted a mapping from 'get' and 'put' to mappings of parameters")
+        raise TypeError("s3_extra_args: expected a mapping from 'get' and 'put' to mappings of parameters")
     unknown = sorted(map(str, extra_args.keys() - _METHODS.keys()))
     if unknown:
-        raise ValueError(f"s3_extra_args: wanted 'get' and 'put', found {', '.join(unknown)}")
+        raise ValueError(f"s3_extra_args: expected 'get' and 'put', got {', '.join(unknown)}")
     return {kind: dict(names) for kind, names in extra_args.items()}
 
 

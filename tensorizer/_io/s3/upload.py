@@ -195,13 +195,13 @@ class S3Upload:
         return {**self._target, **{n: v for n, v in extra.items() if not (without_conditions and n.startswith("If"))}}
 
     def _call(self, operation: str, method: str, **params: Any) -> Any:
-        from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+        from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, NoCredentialsError
         from botocore.parsers import ResponseParserError
 
-        failures = ClientError, ConnectionError, HTTPClientError, ResponseParserError, StreamError
+        failures = ClientError, ConnectionError, HTTPClientError, NoCredentialsError, ResponseParserError, StreamError
         try:
             return getattr(self._client, method)(**self._params(method), **params)
-        except failures as error:  # missing credentials stay what they are
+        except failures as error:
             raise translated(error, f"{operation} the upload of", self.name) from error
 
 

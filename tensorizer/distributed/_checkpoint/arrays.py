@@ -33,7 +33,7 @@ def array_of(raw: np.ndarray[Any, Any], dtype: Any, shape: Any) -> np.ndarray[An
         ValueError, TypeError: There is none.
     """
     if _nbytes(dtype, shape) != raw.nbytes:
-        raise ValueError(f"wanted the bytes of an array of {dtype} {shape!r:.100}, found {raw.nbytes}")
+        raise ValueError(f"expected the bytes of an array of {dtype} {shape!r:.100}, got {raw.nbytes}")
     found: np.ndarray[Any, Any] = raw.view(np.dtype(dtype)).reshape(shape).copy()
     return found
 
@@ -41,10 +41,10 @@ def array_of(raw: np.ndarray[Any, Any], dtype: Any, shape: Any) -> np.ndarray[An
 def _nbytes(dtype: Any, shape: Any) -> int:
     """Of an array, in bytes; raises as :func:`array_of`."""
     if not re.fullmatch(NUMPY_NUMBER, dtype):
-        raise ValueError(f"wanted the dtype of numbers, found {dtype!r:.50}")
+        raise ValueError(f"expected the dtype of numbers, got {dtype!r:.50}")
     nbytes = dense_nbytes(shape, np.dtype(dtype).itemsize)
     if nbytes is None:
-        raise ValueError(f"wanted the shape of an array, found {shape!r:.100}")
+        raise ValueError(f"expected the shape of an array, got {shape!r:.100}")
     return nbytes
 
 
@@ -101,7 +101,7 @@ def unpack(data: bytes) -> Any:
     """
     size = int.from_bytes(data[:_SIZE_NBYTES], "little")
     if _SIZE_NBYTES + size > len(data):
-        raise FormatError(f"wanted a text of {size} bytes before arrays, found {len(data)} bytes")
+        raise FormatError(f"expected a text of {size} bytes before arrays, got {len(data)} bytes")
     first = _aligned(_SIZE_NBYTES + size)
     raw = np.frombuffer(data, np.uint8)
     end = 0
@@ -110,7 +110,7 @@ def unpack(data: bytes) -> Any:
         nonlocal end
         dtype, shape, begin = content
         if type(begin) is not int or begin < end:  # of overlapping ones, few bytes would become many
-            raise ValueError(f"wanted the place of an array behind {end}, found {begin!r:.50}")
+            raise ValueError(f"expected the place of an array behind {end}, got {begin!r:.50}")
         end = begin + _nbytes(dtype, shape)
         return array_of(raw[first + begin : first + end], dtype, shape)
 

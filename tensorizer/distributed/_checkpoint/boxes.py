@@ -110,7 +110,7 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         if nbytes is not None and nbytes != file.nbytes:
             opened.close()
             kind = TruncatedError if nbytes < file.nbytes else FormatError
-            raise kind(f"{opened.name}: wanted {file.nbytes} bytes, as the marker says, found {nbytes}")
+            raise kind(f"{opened.name}: expected {file.nbytes} bytes, as the marker says, got {nbytes}")
         return opened
 
     def check(self, saved: Saved) -> int:
@@ -132,7 +132,7 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
             if as_named and as_shaped and index.data_nbytes(i) == stored.nbytes:
                 return i
         raise FormatError(
-            f"{file.source_name}: record {i}: wanted {name!r}, {dtype}, {list(stored.shape)}, found {found}: "
+            f"{file.source_name}: record {i}: expected {name!r}, {dtype}, {list(stored.shape)}, got {found}: "
             "not the file that belongs to this checkpoint"
         )
 

@@ -172,7 +172,7 @@ def _never_in_clear(original: Any) -> Callable[..., None]:
             path = args[0] if args else kwargs.get("path")
             raise ValueError(
                 f"{type(self).__name__} for {shown_location(path)}: torch's own writer would ignore encryption= of "
-                "dcp_default; wanted a local folder or s3://, and code that looks the class up inside the block"
+                "dcp_default; expected a local folder or s3://, and code that looks the class up inside the block"
             )
         init(self, *args, **kwargs)
 

@@ -304,7 +304,7 @@ def consolidate(
     markers = read_markers(folder, decryption)
     records = _records(folder, markers)
     if not records:
-        raise UnsupportedContentError(f"{folder.where}: wanted a checkpoint with tensors, found one without")
+        raise UnsupportedContentError(f"{folder.where}: expected a checkpoint with tensors, got one without")
     with CheckpointFiles(folder, reading, verify=verify_hash) as files:
         values, left_out = _values(markers, files)
         metadata = {VALUES_KEY: json.dumps(values)} if values else {}

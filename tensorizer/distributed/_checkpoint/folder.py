@@ -73,12 +73,12 @@ class Folder(NamedTuple):
             TypeError: Not a path.
         """
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"checkpoint: wanted a path or an s3:// URI, found {type(path).__name__}")
+            raise TypeError(f"checkpoint: expected a path or an s3:// URI, got {type(path).__name__}")
         local = local_path(path)
         if local is not None:
             return cls(os.path.abspath(local), False, stream_options)
         if scheme_of(path) != "s3":
-            raise ValueError(f"checkpoint: wanted a local path or an s3:// URI, found one with {scheme_of(path)}://")
+            raise ValueError(f"checkpoint: expected a local path or an s3:// URI, got one with {scheme_of(path)}://")
         from tensorizer._io.s3.options import parse_s3_uri
 
         where = folder_uri(str(path))
@@ -230,7 +230,7 @@ class Located:
     def _folder(self) -> Folder:
         """The folder; raises ``ValueError`` where nobody said where it is."""
         if self._path is None:
-            raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the call; found neither")
+            raise ValueError("checkpoint: expected a path, or checkpoint_id= of the call; got neither")
         return Folder.at(self._path, self._stream_options)
 
     @classmethod

@@ -67,7 +67,7 @@ def from_json(text: Union[str, bytes], leaf: Optional[Callable[[Any, Place], Any
     try:
         return decoded(json.loads(text), leaf)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"a value that is none: {text!r:.80} ({error})") from None
+        raise FormatError(f"expected a value in JSON, got {text!r:.80} ({error})") from None
 
 
 def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
@@ -101,7 +101,7 @@ def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
         pairs = [[_encoded_below(key, key, leaf), _encoded_below(key, item, leaf)] for key, item in value.items()]
         return {"d" if kind is dict else "o": pairs}
     if leaf is None:
-        raise NotSimple(f"wanted numbers, texts, bytes and containers of them, found {kind.__name__}")
+        raise NotSimple(f"expected numbers, texts, bytes and containers of them, got {kind.__name__}")
     return {"x": leaf(value)}
 
 
@@ -137,7 +137,7 @@ def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place
         return stream
     if kind == "n":
         if not re.fullmatch(NUMPY_NUMBER, content[0]):
-            raise ValueError(f"wanted the dtype of a number, found {content[0]!r:.50}")
+            raise ValueError(f"expected the dtype of a number, got {content[0]!r:.50}")
         return np.frombuffer(base64.b64decode(content[1], validate=True), np.dtype(content[0]))[0]
     if kind == "f":
         return float(content)

@@ -195,7 +195,7 @@ def check_keys(
     if differing:
         wanted = "no key on any rank" if encryption is None else "one key on all ranks"
         named = ", ".join(differing[:_MOST_RANKS_NAMED]) + (", …" if len(differing) > _MOST_RANKS_NAMED else "")
-        raise ValueError(f"encryption: wanted {wanted}, as on the coordinator; found {named}")
+        raise ValueError(f"encryption: expected {wanted}, as on the coordinator; got {named}")
 
 
 def _other_key(file: Optional[SavedFile], encryption: Optional[EncryptionParams]) -> Optional[str]:
@@ -309,7 +309,7 @@ def unpack_marker(
     if data[:1] != b"{":
         pickled = data[:1] == b"\x80"
         found = "one written by torch.distributed.checkpoint; load it with FileSystemReader" if pickled else "none"
-        raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found {found}")
+        raise FormatError(f"{name}: expected a marker of TensorizerWriter, got {found}")
     body, tagged = _body(data, name, encryption)
     if require_authenticated and not tagged:
         raise AuthenticationError(
@@ -338,16 +338,16 @@ def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tup
         known, version, compression = head["format"] == _FORMAT, head["version"], head["body"]
         nbytes, content_nbytes, digest = int(head["nbytes"]), int(head["content_nbytes"]), head["sha256"]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found other JSON") from None
+        raise FormatError(f"{name}: expected a marker of TensorizerWriter, got other JSON") from None
     if not known:
-        raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found format {head['format']!r:.50}")
+        raise FormatError(f"{name}: expected a marker of TensorizerWriter, got format {head['format']!r:.50}")
     if version not in _VERSIONS:
         known = " or ".join(map(str, _VERSIONS))
-        error = InvalidVersionError(f"{name}: wanted marker version {known}, found {version!r:.50}")
+        error = InvalidVersionError(f"{name}: expected marker version {known}, got {version!r:.50}")
         error.version = version if isinstance(version, int) else -1
         raise error
     if len(rest) != nbytes or content_nbytes > _MAX_CONTENT_NBYTES:
-        raise FormatError(f"{name}: wanted {nbytes} bytes behind the first line, found {len(rest)}")
+        raise FormatError(f"{name}: expected {nbytes} bytes behind the first line, got {len(rest)}")
     tagged = encryption is not None and _check_tag(head, rest, name, encryption)
     if hashlib.sha256(rest).hexdigest() != digest:
         raise HashMismatchError(f"{name}: the marker does not match its digest")
@@ -388,7 +388,7 @@ def _unpacked(data: bytes, nbytes: int) -> bytes:
     stream = zlib.decompressobj()
     content = stream.decompress(data, nbytes)
     if len(content) != nbytes or (not stream.eof and stream.decompress(stream.unconsumed_tail, 1)):
-        raise ValueError(f"wanted {nbytes} bytes unpacked, found others")
+        raise ValueError(f"expected {nbytes} bytes unpacked, got others")
     return content
 
 
@@ -398,35 +398,35 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
         raise ValueError("digests of other files")
     for digest in digests:
         if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-            raise ValueError(f"wanted the digest of an index, found {digest!r:.200}")
+            raise ValueError(f"expected the digest of an index, got {digest!r:.200}")
     files = [SavedFile(str(name), int(nbytes), digest) for (name, nbytes), digest in zip(body["files"], digests)]
     for file in files:
         if not is_data_file(file.name):
-            raise FormatError(f"wanted the name of a file of a checkpoint, found {file.name!r:.200}")
+            raise FormatError(f"expected the name of a file of a checkpoint, got {file.name!r:.200}")
     items: dict[str, Any] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     properties = [_properties(key) for key in body["properties"]]
     bounds = body["bounds"]
     if not _are_numbers(bounds):
-        raise ValueError("a box with bounds that cannot be")
+        raise ValueError(f"bounds of boxes: expected numbers of 0 and more, got {_wrong(bounds)[1]!r:.50}")
     at, unseen = 0, len(body["boxes"]["file"])
     with no_collections():
         for fqn, number, size, count in body["tensors"]:
             _check_name(fqn)
             unseen -= count
             if type(count) is not int or count < 0 or unseen < 0:  # boxes without dimensions have no bounds either
-                raise ValueError(f"tensor {fqn!r:.200} of {count!r:.50} boxes: wanted as many as have places")
+                raise ValueError(f"tensor {fqn!r:.200} of {count!r:.50} boxes: expected as many as have places")
             step = len(size)
             places = range(at, at + 2 * step * count, 2 * step) if step else [at] * count
             at += 2 * step * count
             if at > len(bounds):
-                raise ValueError("boxes without bounds")
+                raise ValueError(f"tensor {fqn!r:.200}: expected bounds for each of its {count} boxes, got fewer")
             chunks[fqn] = [
                 ChunkStorageMetadata(torch.Size(bounds[i : i + step]), torch.Size(bounds[i + step : i + 2 * step]))
                 for i in places
             ]
             if not _are_numbers(size):
-                raise ValueError(f"tensor {fqn!r:.200}: a shape that cannot be")
+                raise ValueError(f"tensor {fqn!r:.200}: expected a shape, got {size!r:.200}")
             items[fqn] = TensorStorageMetadata(properties[number], torch.Size(size), chunks[fqn])
     leaves: dict[MetadataIndex, Stored] = {}
     for fqn, kind, text, *place in body["leaves"]:
@@ -434,7 +434,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
         if fqn in chunks:
             raise ValueError(f"{fqn!r:.200}: found as a tensor and as a value")
         if kind not in (JSON, ARRAYS, TORCH_SAVE) or (text is not None and kind != JSON):
-            raise ValueError(f"{fqn!r:.200}: wanted {JSON}, or {ARRAYS} or {TORCH_SAVE} in a file, found {kind!r:.50}")
+            raise ValueError(f"{fqn!r:.200}: expected {JSON}, or {ARRAYS} or {TORCH_SAVE} in a file, got {kind!r:.50}")
         items[fqn] = BytesStorageMetadata()
         leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
     parts = dict(_parts_of_row(row, files, chunks) for row in body.get("parts", ()))
@@ -445,7 +445,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     rank = None if body["rank"] is None else int(body["rank"])
     world_size = int(body["world_size"])
     if not 0 < world_size <= _MAX_RANKS:
-        raise FormatError(f"wanted a number of ranks, found {world_size!r:.50}")
+        raise FormatError(f"expected a number of ranks, got {world_size!r:.50}")
     return Marker(metadata, stored, files, rank, world_size)
 
 
@@ -455,14 +455,16 @@ def _parts_of_row(
     fqn, offsets, (text, *place), rows = row
     offset = torch.Size(offsets)
     if not any(chunk.offsets == offset for chunk in chunks[fqn]):
-        raise ValueError(f"tensor {fqn!r:.200}: parts of a box that it has not")
+        raise ValueError(f"tensor {fqn!r:.200}: expected parts of one of its boxes, got those of offset {list(offset)}")
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"tensor {fqn!r:.200}: parts of which nothing is known")
+        raise ValueError(f"tensor {fqn!r:.200}: expected a description of its parts as text, got {text!r:.50}")
     about = Stored(JSON, text=text) if text is not None else _stored(JSON, files, place)
     parts = []
     for path, word, shape, *where in rows:
         if not isinstance(path, str) or not _are_numbers(shape):
-            raise ValueError(f"tensor {fqn!r:.200}: a part that cannot be")
+            raise ValueError(
+                f"tensor {fqn!r:.200}: expected a path and a shape of a part, got {path!r:.100} and {shape!r:.100}"
+            )
         stored = _stored(TENSOR, files, where)._replace(shape=tuple(shape))
         parts.append(StoredPart(path, _named(word, torch.dtype), stored))
     return MetadataIndex(fqn, offset), StoredParts(about, tuple(parts))
@@ -497,14 +499,14 @@ def _check_planner_data(data: Any, names: Container[str]) -> None:
 
 def _check_name(fqn: Any) -> None:
     if not isinstance(fqn, str):
-        raise ValueError(f"wanted the name of a tensor or value, found {fqn!r:.200}")
+        raise ValueError(f"expected the name of a tensor or value, got {fqn!r:.200}")
 
 
 class _StoredItems(Mapping[MetadataIndex, Stored]):
     """Where everything is that has bytes. Worked out when asked for: a rank asks for few of a million boxes.
 
     Raises:
-        ValueError, TypeError: Columns that do not belong together, or a place that cannot be.
+        ValueError, TypeError: Columns that do not belong together, or a file, position or digest that is out of range.
     """
 
     def __init__(
@@ -520,12 +522,12 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
         count = sum(map(len, chunks.values()))
         digests = [columns[name] for name in _DIGESTS]  # None where no box has any
         if any(len(column) != count for column in (*places, *(each for each in digests if each is not None))):
-            raise ValueError("columns of different lengths")
+            raise ValueError(f"columns of boxes: expected {count} values in each, got {sorted(set(map(len, places)))}")
         _check_places(files, places, digests)
         if _NOWHERE in places[0]:
             every = (chunk for boxes in chunks.values() for chunk in boxes)
             if any(chunk.sizes.numel() for number, chunk in zip(places[0], every) if number == _NOWHERE):
-                raise ValueError("a box with elements that is nowhere")
+                raise ValueError("expected a file for each box with elements, got a box without one")
         self._places, self._digests = places, digests
         self._begin = dict(zip(chunks, accumulate(map(len, chunks.values()), initial=0)))
         self._numbers: dict[str, dict[torch.Size, int]] = {}  # of the boxes of a tensor, once one of them was wanted
@@ -570,16 +572,27 @@ def _are_numbers(column: Sequence[Any], end: int = 1 << 63, begin: int = 0) -> b
     return set(map(type, column)) <= {int} and min(column, default=begin) >= begin and max(column, default=begin) < end
 
 
+def _wrong(column: Sequence[Any], end: int = 1 << 63, begin: int = 0) -> tuple[int, Any]:
+    """The first value that :func:`_are_numbers` refuses, and its row."""
+    return next((row, each) for row, each in enumerate(column) if not _are_numbers([each], end, begin))
+
+
 def _check_places(
     files: Sequence[SavedFile], places: Sequence[Sequence[Any]], digests: Sequence[Optional[Sequence[Any]]]
 ) -> None:
     """Refuses columns of boxes or leaves."""
     numbers, *others = places
-    if not (_are_numbers(numbers, len(files), _NOWHERE) and all(map(_are_numbers, others))):
-        raise ValueError("a place that cannot be")
+    if not _are_numbers(numbers, len(files), _NOWHERE):
+        row, number = _wrong(numbers, len(files), _NOWHERE)
+        raise ValueError(f"file of box {row}: expected a number below {len(files)}, got {number!r:.50}")
+    for name, column in zip(("record", "offset", "nbytes"), others):
+        if not _are_numbers(column):
+            row, number = _wrong(column)
+            raise ValueError(f"{name} of box {row}: expected a number of 0 or more, got {number!r:.50}")
     crc32, sha256 = ([value for value in column or () if value is not None] for column in digests)
     if not _are_numbers(crc32, 1 << 32):
-        raise ValueError("a CRC32 that cannot be")
+        row, number = _wrong(crc32, 1 << 32)
+        raise ValueError(f"crc32 of box {row}: {number!r:.50} is not a 32-bit number")
     bytes.fromhex("".join(sha256))
 
 
@@ -587,7 +600,7 @@ def _stored(kind: str, files: Sequence[SavedFile], place: Sequence[Any]) -> Stor
     number, record, offset, nbytes, crc32, sha256 = place
     _check_places(files, ([number], [record], [offset], [nbytes]), ([crc32], [sha256]))
     if number == _NOWHERE:
-        raise ValueError("a place that cannot be")
+        raise ValueError("expected the file of a value or part, got none")
     return Stored(kind, files[number], record, offset, nbytes, crc32, sha256, shape=(nbytes,))
 
 

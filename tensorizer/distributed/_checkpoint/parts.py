@@ -75,7 +75,7 @@ def same_parts(name: str, text: Any, paths: Sequence[str], tensor: torch.Tensor)
     parts: list[Part] = []
     wanted = _parsed(name, text)
     if list(_paths(name, wanted, "")) != list(paths):
-        raise FormatError(f"tensor {name!r:.200}: wanted its parts, found {list(paths)!r:.200}")
+        raise FormatError(f"tensor {name!r:.200}: expected its parts, got {list(paths)!r:.200}")
     found = _node(name, tensor, "", parts, {}) if is_made_of_parts(tensor) else None
     _check_class(name, wanted, tensor)
     return parts if found == wanted else None
@@ -108,7 +108,7 @@ def _parsed(name: str, text: Any) -> dict[str, Any]:
     except (ValueError, RecursionError):
         node = None
     if not isinstance(node, dict):
-        raise FormatError(f"tensor {name!r:.200}: wanted what is known of a tensor of parts, found {text!r:.80}")
+        raise FormatError(f"tensor {name!r:.200}: expected what is known of a tensor of parts, got {text!r:.80}")
     return node
 
 
@@ -120,7 +120,7 @@ def _paths(name: str, node: Mapping[str, Any], above: str) -> Iterator[str]:
     except (ValueError, TypeError, KeyError):
         is_known, tensors = False, []
     if not is_known or not {type(inner) for _, inner in tensors} <= {dict, type(None)}:
-        raise FormatError(f"tensor {name!r:.200}: wanted what is known of its parts, found {node!r:.80}")
+        raise FormatError(f"tensor {name!r:.200}: expected what is known of its parts, got {node!r:.80}")
     for attribute, inner in tensors:
         path = f"{above}.{attribute}" if above else attribute
         yield from [path] if inner is None else _paths(name, inner, path)
@@ -198,7 +198,7 @@ def _check_class(name: str, node: Mapping[str, Any], tensor: Any) -> None:
     if node["class"] != _name_of(type(tensor)):
         raise UnsupportedContentError(
             f"tensor {name!r:.200}: was saved as the parts of a {node['class']:.200}; "
-            f"wanted one to load it into, found a {_name_of(type(tensor))}"
+            f"expected one to load it into, got a {_name_of(type(tensor))}"
         )
 
 

@@ -201,7 +201,7 @@ class TensorizerReader(Located, StorageReader):
         check_described(planner, item.dest_index.fqn, item.dest_index.offset)
         target = planner.resolve_tensor(item)
         if target.size() != torch.Size(item.lengths):
-            raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
+            raise ValueError(f"tensor {fqn!r}: expected memory of shape {list(item.lengths)}, got {list(target.shape)}")
         return target
 
     def _wanted_box(self, item: ReadItem, stored: Stored, target: torch.Tensor) -> WantedBox:

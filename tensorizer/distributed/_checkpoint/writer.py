@@ -350,8 +350,8 @@ class _Planned(NamedTuple):
         tensor = tensor if wait is None else wait()
         if tensor.is_meta or tensor.dtype != record.dtype or tuple(tensor.shape) != record.shape:
             raise ValueError(
-                f"tensor {record.name!r}: wanted {record.dtype} {record.shape} with data, "
-                f"found {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                f"tensor {record.name!r}: expected {record.dtype} {record.shape} with data, "
+                f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             )
         stored_dtype(record.name, tensor)
         return torch.Tensor.detach(tensor)
@@ -451,7 +451,7 @@ def _check_files(folder: Folder, files: set[str]) -> list[str]:
     if gone:
         raise FileNotFoundError(
             f"{folder.where}: another save into this folder deleted files of this one, {listed(gone)}; "
-            "wanted one save at a time"
+            "write one checkpoint at a time into a folder"
         )
     return names
 

@@ -302,7 +302,7 @@ class RemoteFolder(ModelFolder):
         listed = self.read_json(MANIFEST, list)
         if listed is None:
             raise StreamNotFoundError(
-                f"{self.label}: wanted {MANIFEST}, which save_pretrained writes and which lists the files of the folder"
+                f"{self.label}: expected {MANIFEST}, the list of the folder's files that save_pretrained writes"
             )
         for name in listed:
             if not _is_plain(name):
@@ -332,7 +332,7 @@ def parse_uri(uri: str) -> tuple[str, Optional[str], str]:
     match = _URI.match(uri)
     if match is None:
         raise ValueError(
-            f"wanted a model repository, hf://org/name[@revision][/subfolder], found {shown_uri(uri)}; of data sets, "
+            f"expected a model repository, hf://org/name[@revision][/subfolder], got {shown_uri(uri)}; of data sets, "
             "spaces and buckets of the hub only single files can be opened (TensorDeserializer, load_file)"
         )
     revision = match[2]
@@ -357,7 +357,7 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
 
     shown = repo if revision is None else f"{repo}@{revision}"
     if revision is not None and not _is_plain(revision):  # the cache has a file of that name
-        raise ValueError(f"{repo}: wanted the name of a branch or tag as revision, found {revision!r}")
+        raise ValueError(f"{repo}: expected the name of a branch or tag as revision, got {revision!r}")
     offline = options.local_files_only or hub_cache.is_offline()
     if offline and not options.cache:
         raise ValueError(f"{repo}: cache=False reads from the hub, and local_files_only or HF_HUB_OFFLINE forbids that")
@@ -510,7 +510,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         else:
             found = "a file" if path.exists() else "nothing"
             wanted = "a folder, a .tensors or .safetensors file, a URI or the id of a hub repository"
-            raise FileNotFoundError(f"{shown_location(source)}: wanted {wanted}, found {found}")
+            raise FileNotFoundError(f"{shown_location(source)}: expected {wanted}, got {found}")
     elif scheme_of(source) == "hf":
         repo, named, inside = parse_uri(source)
         if named and revision and named != revision:
@@ -525,7 +525,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         folder = RemoteFolder(source, options.stream_options)
     try:
         if revision is not None and not folder.has_revision:
-            raise ValueError(f"revision: only repositories of the hub have one, found {revision!r} for {folder.label}")
+            raise ValueError(f"revision: only repositories of the hub have one, got {revision!r} for {folder.label}")
         yield folder.below(inside)
     except FileNotFoundError as error:
         if not folder.doubt:

@@ -158,7 +158,7 @@ def one_dtype(dtype: Any, place: str = "") -> torch.dtype:
     near = meant_dtype(dtype)
     hint = f"; did you mean {str(near).removeprefix('torch.')!r}?" if near is not None and near != found else ""
     raise ValueError(
-        f"{place}dtype: wanted a torch.dtype of floating point, its name or 'auto', found {dtype!r:.200}{hint}"
+        f"{place}dtype: expected a torch.dtype of floating point, its name or 'auto', got {dtype!r:.200}{hint}"
     )
 
 
@@ -195,7 +195,7 @@ def own_file_of_library(weights: Weights) -> Path:
         return Path(str(path))
     raise UnsupportedContentError(
         f"{folder.label}: quantised by torchao, so the library has to read model.safetensors of a local folder itself, "
-        f"without verify=, encryption=, public_key= and require_authenticated=; found {weights.label}"
+        f"without verify=, encryption=, public_key= and require_authenticated=; got {weights.label}"
     )
 
 
@@ -298,11 +298,11 @@ def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[An
         return config, keywords
     values = folder.read_json(_CONFIG)
     if values is None:
-        raise FileNotFoundError(f"{folder.label}: wanted {_CONFIG} in it")
+        raise FileNotFoundError(f"{folder.label}: expected {_CONFIG} in it")
     for member, kind in (("model_type", str), ("architectures", list), ("auto_map", dict)):
         found = values.get(member)
         if not isinstance(found, (kind, type(None))):
-            raise ValueError(f"{folder.label}: {_CONFIG}: wanted a {kind.__name__} as {member}, found {found!r:.200}")
+            raise ValueError(f"{folder.label}: {_CONFIG}: expected a {kind.__name__} as {member}, got {found!r:.200}")
     own = getattr(cls, "config_class", None) or getattr(options.model_class, "config_class", None)
     if own is None and "auto_map" in values and not _is_native(values):
         raise ValueError(
@@ -468,7 +468,7 @@ def resolve_device_map(
             return {"": torch.device(device_map)}
         except RuntimeError:
             wanted = ", ".join((*_BALANCED, "sequential"))
-            raise ValueError(f"device_map: wanted {wanted}, a device or a mapping, found {device_map!r}") from None
+            raise ValueError(f"device_map: expected {wanted}, a device or a mapping, got {device_map!r}") from None
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory, get_max_memory
 

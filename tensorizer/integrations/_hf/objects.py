@@ -61,7 +61,7 @@ def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[A
     values = folder.read_json("config.json")
     if values is None and options.config is None:
         raise FileNotFoundError(
-            f"{folder.label}: wanted config.json, {_ADAPTER} or {_PIPELINE} in it, found none of them"
+            f"{folder.label}: expected config.json, {_ADAPTER} or {_PIPELINE} in it, got none of them"
         )
     if values is not None and "_class_name" in values:
         return _load_diffusers_model(cls, folder, options), None
@@ -101,7 +101,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
         raise ValueError(f"{folder.label}: dtype: a model of diffusers has one, found a mapping")
     values = folder.read_json("config.json")
     if values is None:
-        raise FileNotFoundError(f"{folder.label}: wanted config.json in it")
+        raise FileNotFoundError(f"{folder.label}: expected config.json in it")
     if is_quantised_by_torchao(values):
         raise UnsupportedContentError(
             f"{folder.label}: quantised by torchao, whose layout of tensors only diffusers knows: load it with the "
@@ -126,7 +126,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
 
 def _only_on_one_device(options: LoadOptions) -> None:
     if options.device_map is not None:
-        raise ValueError("device_map: models of diffusers are loaded to one device; wanted device=")
+        raise ValueError("device_map: models of diffusers are loaded to one device: pass device=")
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
-            raise ValueError(f"{folder.label}: {_PIPELINE}: wanted library and class of {name!r}, found {entry!r:.200}")
+            raise ValueError(f"{folder.label}: {_PIPELINE}: expected library and class of {name!r}, got {entry!r:.200}")
         component = _load_component(
             entry, folder.below(name), dataclasses.replace(options, dtype=_dtype_of(name, options))
         )
@@ -308,14 +308,14 @@ def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, nam
         state = find_weights(folder, "adapter_model", options).state_dict()
         model.load_adapter(peft_config=_config(folder), adapter_state_dict=state, adapter_name=name)
         return model.eval()
-    raise TypeError(f"wanted a model of transformers or peft or a pipeline of diffusers, found {type(model).__name__}")
+    raise TypeError(f"expected a model of transformers or peft or a pipeline of diffusers, got {type(model).__name__}")
 
 
 def _config(folder: ModelFolder) -> Any:
     from peft import PeftConfig
 
     if not folder.has(_ADAPTER):
-        raise FileNotFoundError(f"{folder.label}: wanted {_ADAPTER}, found none")
+        raise FileNotFoundError(f"{folder.label}: expected {_ADAPTER}, got none")
     config = PeftConfig.from_pretrained(str(folder.fetch(_ADAPTER)))
     config.inference_mode = True
     # It is shown wherever the model is; the model has been loaded from it already.

@@ -34,6 +34,7 @@ from tensorizer._load.open_file import open_whole
 from tensorizer._save.compiled import unwrapped
 from tensorizer._save.records import walk_module
 from tensorizer._system.redaction import shown_location
+from tensorizer._system.sizes import counted
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
 from tensorizer.integrations._hf.objects import is_of, stem_of
@@ -167,7 +168,7 @@ def save_folder(
     With `is_plain`, the object is a module of no library: its weights and the tokenizer are all there is to write.
     """
     if names not in ("model", "library"):
-        raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
+        raise ValueError(f"names: expected 'model' or 'library', got {names!r}")
     options = WriteOptions(format=format_of("", format), ties=ties, max_shard_size=max_shard_size)
     access = Access.to_write(encryption, stream_options)
     with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library", is_copy) as where:
@@ -203,8 +204,8 @@ def _save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
         _save_model(obj, where, "")
     else:
         raise TypeError(
-            "wanted a model of transformers or diffusers, a PeftModel, a pipeline or a SentenceTransformer, "
-            f"found {type(obj).__name__}"
+            "expected a model of transformers or diffusers, a PeftModel, a pipeline or a SentenceTransformer, "
+            f"got {type(obj).__name__}"
         )
     if tokenizer is not None:
         tokenizer.save_pretrained(str(where.staging))
@@ -245,7 +246,7 @@ def _state_of(model: Any) -> dict[str, torch.Tensor]:
     without = [name for name, tensor in state.items() if tensor.is_meta]
     if without:
         raise ValueError(
-            f"{len(without)} tensors of {type(model).__name__} have no data here: {', '.join(without[:5])}"
+            f"{counted(len(without), 'tensor')} of {type(model).__name__} without data here: {', '.join(without[:5])}"
         )
     return state
 

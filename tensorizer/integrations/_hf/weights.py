@@ -82,7 +82,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
     """
     if folder.file is not None:
         if not folder.has(folder.file):
-            raise FileNotFoundError(f"{folder.label}: wanted {folder.file}, found none")
+            raise FileNotFoundError(f"{folder.label}: expected {folder.file}, got none")
         return Weights(folder.weight(folder.file), False, folder, options)
     tried = [name for extension in ("tensors", "safetensors") for name in _names(stem, extension, options.variant)]
     found = folder.those_of(tried)
@@ -106,7 +106,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
         if options.mmap:
             raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
         return Weights(_pickled_files(folder, name), True, folder, options)
-    raise FileNotFoundError(f"{folder.label}: wanted {', '.join(tried)}, found none of them")
+    raise FileNotFoundError(f"{folder.label}: expected {', '.join(tried)}, got none of them")
 
 
 def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
