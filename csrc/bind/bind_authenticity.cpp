@@ -1,4 +1,4 @@
-// What vouches for files: signing keys, signatures, the checks of an opened index.
+// Signing keys, signatures, and the checks of an opened index.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,7 +16,8 @@
 #include "core/error.h"
 #include "crypto/authentication.h"
 #include "crypto/key_derivation.h"
-#include "load/authenticity.h"
+#include "sign/authenticity.h"
+#include "sign/detached.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -40,7 +41,7 @@ std::vector<PublicKeyBytes> public_keys(const py::list& keys) {
   return result;
 }
 
-// A key that somebody else has, who signs for us.
+// A key outside of this process: a Python function signs with it.
 class PythonSigner final : public Signer {
  public:
   PythonSigner(py::object sign, const py::bytes& public_key)
@@ -86,35 +87,44 @@ py::list embedded_signers(const OpenedIndex& opened) {
 }
 
 py::list signers_of_detached(const OpenedIndex& opened, const py::bytes& file) {
-  return signers_of(load::signatures_of(opened, bytes_of(file)));
+  return signers_of(sign::signatures_of(opened, bytes_of(file)));
 }
 
-// Whether signatures by a wanted key were found and are right; None: there are none at all.
+// Whether signatures by a wanted key were found and are right; None if there are no signatures.
 std::optional<bool> check_signatures(OpenedIndex& opened, const py::list& wanted,
                                      const std::optional<py::bytes>& detached) {
   const std::vector<PublicKeyBytes> keys = public_keys(wanted);
-  const load::Signed found =
-      detached ? load::check_detached_signatures(opened, bytes_of(*detached), keys)
-               : load::check_embedded_signatures(opened, keys);
-  if (found == load::Signed::not_at_all) return std::nullopt;
-  return found == load::Signed::by_wanted_key;
+  const sign::Signed found =
+      detached ? sign::check_detached_signatures(opened, bytes_of(*detached), keys)
+               : sign::check_embedded_signatures(opened, keys);
+  if (found == sign::Signed::not_at_all) return std::nullopt;
+  return found == sign::Signed::by_wanted_key;
 }
 
-// The bytes of a detached signature, and numbers of entries that it cannot cover; with any of those
-// there are no bytes.
-std::pair<py::bytes, std::vector<uint32_t>> sign(io::RangeSource& source, const OpenedIndex& opened,
-                                                 const Signer& signer,
-                                                 const std::optional<py::bytes>& existing) {
-  std::vector<format::Signature> more;
-  if (existing) more = load::signatures_of(opened, bytes_of(*existing));
-  std::vector<uint32_t> unbound;
-  const std::vector<std::byte> file = run_interruptible([&](const std::stop_token& stop) {
-    load::RecordDigests records = load::digest_records(source, opened, stop);
-    unbound = std::move(records.unbound);
-    return unbound.empty() ? load::sign_detached(opened, records.headers, signer, more)
-                           : std::vector<std::byte>();
-  });
-  return {to_bytes(file), unbound};
+sign::SignedRecords digest_records(io::RangeSource& source, const OpenedIndex& opened) {
+  return run_interruptible(
+      [&](const std::stop_token& stop) { return sign::digest_records(source, opened, stop); });
+}
+
+// Pairs of a public key and a signature.
+py::list valid_signatures(const OpenedIndex& opened, const sign::SignedRecords& records,
+                          const py::bytes& file) {
+  py::list result;
+  for (const format::Signature& one : sign::valid_signatures(opened, records, bytes_of(file)))
+    result.append(py::make_tuple(to_bytes(one.public_key), to_bytes(one.signature)));
+  return result;
+}
+
+py::bytes sign_detached(const OpenedIndex& opened, const sign::SignedRecords& records,
+                        const Signer& signer,
+                        const std::vector<std::pair<py::bytes, py::bytes>>& kept) {
+  std::vector<format::Signature> others;
+  for (const auto& [key, signature] : kept)
+    others.push_back(
+        {array_of<32>(key, "public key"), array_of<64>(signature, "the signature to keep")});
+  return to_bytes(run_interruptible([&](const std::stop_token&) {
+    return sign::sign_detached(opened, records, signer, others);
+  }));
 }
 
 py::bytes derivation_chunk(const Derivation& derivation) {
@@ -178,33 +188,38 @@ void register_authenticity(py::module_& m) {
       [](OpenedIndex& opened, load::KeyRing& keys) {
         if (!opened.annex || !opened.annex->tag) return;
         const Where where = opened.annex->tag->derivation ? Where::helper_thread : Where::here;
-        run_interruptible(where, [&](const std::stop_token&) { load::check_tag(opened, keys); });
+        run_interruptible(where, [&](const std::stop_token&) { sign::check_tag(opened, keys); });
       },
       py::arg("index"), py::arg("keys"));
   m.def(
       "check_marks",
       [](io::RangeSource& source, const OpenedIndex& opened, load::KeyRing& keys) {
         run_interruptible(
-            [&](const std::stop_token& stop) { load::check_marks(source, opened, keys, stop); });
+            [&](const std::stop_token& stop) { sign::check_marks(source, opened, keys, stop); });
       },
       py::arg("source"), py::arg("index"), py::arg("keys"));
   m.def("check_signatures", &check_signatures, py::arg("index"), py::arg("wanted"),
         py::arg("detached") = py::none());
   m.def("signers_of_detached", &signers_of_detached, py::arg("index"), py::arg("file"));
-  m.def("sign_detached", &sign, py::arg("source"), py::arg("index"), py::arg("signer"),
-        py::arg("existing") = py::none());
+  py::class_<sign::SignedRecords>(m, "SignedRecords")
+      .def_readonly("unbound", &sign::SignedRecords::unbound);
+  m.def("digest_records", &digest_records, py::arg("source"), py::arg("index"));
+  m.def("valid_signatures", &valid_signatures, py::arg("index"), py::arg("records"),
+        py::arg("file"));
+  m.def("sign_detached", &sign_detached, py::arg("index"), py::arg("records"), py::arg("signer"),
+        py::arg("kept"));
   m.def(
       "index_digest",
-      [](const OpenedIndex& opened) { return to_bytes(load::index_digest(opened)); },
+      [](const OpenedIndex& opened) { return to_bytes(sign::index_digest(opened)); },
       py::arg("index"));
   m.def("embedded_signers", &embedded_signers, py::arg("index"));
   m.def(
       "has_tag", [](const OpenedIndex& opened) { return opened.annex && opened.annex->tag; },
       py::arg("index"));
   m.def(
-      "vouched",
+      "authenticated_by",
       [](const OpenedIndex& opened) {
-        return py::make_tuple(opened.vouched.by_key, as_list(opened.vouched.signers));
+        return py::make_tuple(opened.authenticated.by_key, as_list(opened.authenticated.signers));
       },
       py::arg("index"));
 }

@@ -14,8 +14,8 @@
 #include "core/error.h"
 #include "device/kept_memory.h"
 #include "format/safetensors.h"
-#include "load/authenticity.h"
 #include "load/open_index.h"
+#include "sign/authenticity.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -69,17 +69,17 @@ py::dict as_dict(const std::vector<format::TextPair>& pairs) {
   return result;
 }
 
-// In the order of the file; None where it has none, or where it is sealed and there are no keys.
+// In the order of the file; None if it has no metadata, or sealed metadata and there are no keys.
 std::optional<py::dict> metadata(const OpenedIndex& opened, load::KeyRing* keys) {
   if (opened.metadata) return as_dict(*opened.metadata);
   if (!opened.annex || opened.annex->sealed.empty() || keys == nullptr) return std::nullopt;
   const format::Annex unsealed =
-      run_interruptible([&](const std::stop_token&) { return load::open_sealed(opened, *keys); });
+      run_interruptible([&](const std::stop_token&) { return sign::open_sealed(opened, *keys); });
   if (!unsealed.metadata) return std::nullopt;
   return as_dict(*unsealed.metadata);
 }
 
-// Whether the index is the one that was written; None where the file does not tell.
+// Whether the index is the one that was written; None if the file has no digest of it.
 std::optional<bool> index_matches(const OpenedIndex& opened) {
   if (!opened.annex || !opened.annex->digest) return std::nullopt;
   return opened.annex->digest == opened.annex->computed;

@@ -24,7 +24,7 @@ enum class Errc : uint8_t {
   truncated,         // the source ended before the format said so   TruncatedError
   hash_mismatch,     // a stored digest disagrees with the data      HashMismatchError
   crypto,            // MAC, key or nonce rejected                   CryptographyError
-  authentication,    // not what the key or a signature vouches for  AuthenticationError
+  authentication,    // not what the tag or a signature says         AuthenticationError
   not_found,         // the source says there is no such thing       StreamNotFoundError
   io,                // the source or sink could not answer          StreamError
   out_of_memory,     // the host or device has no room               MemoryError /

@@ -1,4 +1,4 @@
-// What vouches for a file: tags under keys derived from the file's key, nonces that carry a mark of
+// Authentication of files: tags under keys derived from the file's key, nonces that carry a mark of
 // it, and Ed25519 signatures. Stateless functions, safe from any thread.
 // Source: docs/format.md, "Authentication"; RFC 8032; libsodium's crypto_kdf.
 #pragma once

@@ -71,14 +71,14 @@ class SectionReader {
     }
     if (annex_.metadata && !annex_.sealed.empty())
       cursor_.fail("section", "metadata both in clear and sealed");
-    // Else whoever cannot make a tag could add to what it seems to cover.
+    // Otherwise an attacker without the key could add content that the tag seems to cover.
     if (uncovered_ && (annex_.tag || !annex_.signatures.empty()))
       cursor_.fail("section", "content behind the index digest, in an authenticated file");
     return std::move(annex_);
   }
 
  private:
-  // Sealed sections hold metadata; a detached signature what vouches for a file.
+  // Sealed sections contain metadata; a detached signature contains digests and signatures.
   bool is_known(uint8_t number) const {
     const auto type = static_cast<SectionType>(number);
     if (type < SectionType::metadata || type > SectionType::signatures) return false;
@@ -300,8 +300,7 @@ std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata) {
 }
 
 std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<const std::byte> sealed,
-                                       const digest::Sha256& index_digest,
-                                       const VouchFor& vouch_for) {
+                                       const digest::Sha256& index_digest, const SignDigest& sign) {
   std::vector<std::byte> sections;
   if (!annex.metadata.empty() && sealed.empty())
     put_texts(sections, SectionType::metadata, annex.metadata);
@@ -313,10 +312,10 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
   stream.update(sections);
   const digest::Sha256Digest digest = stream.finish();
   put_section(sections, SectionType::index_digest, digest);
-  if (vouch_for) {
-    const Vouchers vouchers = vouch_for(digest);
-    if (vouchers.tag) put_tag(sections, *vouchers.tag);
-    if (!vouchers.signatures.empty()) put_signatures(sections, vouchers.signatures);
+  if (sign) {
+    const Signatures signatures = sign(digest);
+    if (signatures.tag) put_tag(sections, *signatures.tag);
+    if (!signatures.signatures.empty()) put_signatures(sections, signatures.signatures);
   }
 
   std::vector<std::byte> out;
@@ -330,20 +329,19 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
 }
 
 uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead, uint64_t entries,
-                      const VouchersToCome& vouchers) {
-  const bool vouched = vouchers.tag || vouchers.signatures > 0;
-  if (annex.metadata.empty() && annex.ties.empty() && !vouched) return 0;
+                      const SignaturesToCome& to_come) {
+  const bool authenticated = to_come.tag || to_come.signatures > 0;
+  if (annex.metadata.empty() && annex.ties.empty() && !authenticated) return 0;
   uint64_t nbytes = kFrameNbytes + kSectionHeadNbytes + digest::Sha256Digest{}.size();
   const auto add = [&nbytes](SectionType type, std::span<const TextPair> pairs) {
     if (!pairs.empty()) nbytes += kSectionHeadNbytes + text_of(type, pairs).size();
   };
   add(SectionType::metadata, annex.metadata);
   add(SectionType::ties, annex.ties);
-  if (vouched) nbytes += kSectionHeadNbytes + sizeof(digest::Sha256Digest) * entries;
-  if (vouchers.tag)
-    nbytes += kSectionHeadNbytes + kTagNbytes + (vouchers.derivation ? kDerivationNbytes : 0);
-  if (vouchers.signatures > 0)
-    nbytes += kSectionHeadNbytes + kSignatureNbytes * vouchers.signatures;
+  if (authenticated) nbytes += kSectionHeadNbytes + sizeof(digest::Sha256Digest) * entries;
+  if (to_come.tag)
+    nbytes += kSectionHeadNbytes + kTagNbytes + (to_come.derivation ? kDerivationNbytes : 0);
+  if (to_come.signatures > 0) nbytes += kSectionHeadNbytes + kSignatureNbytes * to_come.signatures;
   if (!annex.metadata.empty()) nbytes += sealed_overhead;
   if (nbytes > UINT32_MAX)
     throw Error(Errc::out_of_range, "more tensors than an authenticated file can hold");

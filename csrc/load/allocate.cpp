@@ -114,7 +114,7 @@ void allocate(const MemoryGroup& group, const OpenedIndex& opened, const io::Ran
   try {
     made = memory.make(group.nbytes, group.zeros);
   } catch (const Error& error) {
-    // What the source's size vouches for is honest; the rest is only claimed.
+    // If the size of the source is known, it has been compared with the size of the data.
     if (error.code() != Errc::out_of_memory || group.nbytes < kOwnMemoryNbytes ||
         (source.size() && !group.zeros))
       throw;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "format/tensor_path.h"
-#include "load/authenticity.h"
+#include "load/accept_record.h"
 
 namespace tensorizer::load {
 namespace {

@@ -19,7 +19,7 @@
 
 namespace tensorizer::load {
 
-// The first bytes of a container, and what they say.
+// The first bytes of a container, and their content.
 struct ContainerHead {
   uint64_t start = 0;  // position of the container in the source
   format::Container container = format::Container::tensors;
@@ -35,16 +35,16 @@ struct ContainerHead {
   uint64_t index_nbytes() const noexcept { return prologue.metadata_nbytes; }
 };
 
-// What vouches for a file, as far as it was checked (load/authenticity).
-struct Vouched {
-  bool by_key = false;                               // the tag fits
-  std::vector<std::array<std::byte, 32>> signers{};  // public keys of signatures that do
-  // Of each entry's record header; empty: nobody vouches for them.
+// Results of checking a file's tag and signatures (sign/authenticity).
+struct Authenticated {
+  bool by_key = false;                               // the tag is right
+  std::vector<std::array<std::byte, 32>> signers{};  // public keys of signatures that are right
+  // The digests that record headers must have; empty if neither was checked.
   std::vector<digest::Sha256Digest> records{};
 };
 
-// What a container says about itself. Immutable once whoever opens it has checked what vouches for
-// it; shared by everything that loads from it.
+// The parsed index of a container and its annex. Immutable after its tag and signatures were
+// checked; shared by everything that loads from it.
 struct OpenedIndex {
   OpenedIndex(const ContainerHead& head, format::Index i)
       : start(head.start), container(head.container), prologue(head.prologue), index(std::move(i)) {
@@ -55,10 +55,10 @@ struct OpenedIndex {
   // Whether records have a header in front of their payload, with digests and the rest.
   bool has_record_headers() const noexcept { return container == format::Container::tensors; }
 
-  // Whether nothing but stored hashes binds the data to what was signed: a part of a tensor cannot
+  // Whether only stored hashes bind the data to the signed index: a part of a tensor cannot
   // be checked then.
   bool binds_data_by_digests() const noexcept {
-    return !vouched.signers.empty() && !prologue.has_crypt_info();
+    return !authenticated.signers.empty() && !prologue.has_crypt_info();
   }
 
   // Names: those of the entries, then those that only ties give.
@@ -78,7 +78,7 @@ struct OpenedIndex {
   format::Metadata metadata;           // in clear; borrows the index or the annex
   std::vector<format::Tie> ties;       // likewise
   std::vector<uint32_t> unlisted;      // ties whose alias is no entry
-  Vouched vouched;
+  Authenticated authenticated;
 };
 
 // Reads the first bytes of the container that starts at `start`. Throws Error: malformed,
@@ -87,8 +87,7 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
                         const std::stop_token& stop);
 
 // Reads the index behind the head. Every length is compared with the source's size before it sizes
-// memory. Whoever calls this checks what vouches for the file (load/authenticity). Throws as
-// open_head.
+// memory. The caller checks tag and signatures (sign/authenticity). Throws as open_head.
 std::shared_ptr<OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
                                         const std::stop_token& stop);
 

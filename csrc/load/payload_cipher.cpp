@@ -5,7 +5,7 @@
 
 #include "core/error.h"
 #include "crypto/chunked_box.h"
-#include "load/authenticity.h"
+#include "load/accept_record.h"
 #include "load/device_cipher.h"
 
 namespace tensorizer::load {

@@ -44,7 +44,7 @@ struct SavedEntry {
   uint64_t offset;
   uint64_t data_offset;
   digest::Sha256Digest
-      header_digest;  // of the record header; only in files that somebody vouches for
+      header_digest;  // of the record header; only if the file gets a tag or a signature
   format::EntryToWrite view() const noexcept {
     return {tensor.name, tensor.dtype, tensor.shape,      tensor.type,
             offset,      data_offset,  tensor.data_nbytes};

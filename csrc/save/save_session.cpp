@@ -296,7 +296,7 @@ void SaveSession::take_entries(Call& call) {
     entries_.push_back(
         {std::move(tensor), call.records[i].offset, call.records[i].data_offset(), {}});
   }
-  if (options_.is_vouched_for()) digest_headers(call);
+  if (options_.is_authenticated()) digest_headers(call);
   ties_.insert(ties_.end(), call.ties.begin(), call.ties.end());
   if (call.prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
   head_.prologue = call.prologue;
@@ -397,7 +397,7 @@ void SaveSession::write_head(Way way, const std::stop_token& stop) {
   const auto prologue = stored_prologue();
   if (has_annex()) {
     std::vector<digest::Sha256Digest> records;
-    if (options_.is_vouched_for()) {
+    if (options_.is_authenticated()) {
       records.reserve(entries_.size());
       for (const SavedEntry& entry : entries_) records.push_back(entry.header_digest);
     }
@@ -405,7 +405,7 @@ void SaveSession::write_head(Way way, const std::stop_token& stop) {
     content.records = records;
     const std::vector<std::byte> annex = format::serialize_annex(
         content, seal_metadata(), format::digest_index(prologue, index),
-        [this](const digest::Sha256Digest& digest) { return vouch_for(digest); });
+        [this](const digest::Sha256Digest& digest) { return sign(digest); });
     index.insert(index.end(), annex.begin(), annex.end());
   }
   index.resize(head_.room);
@@ -432,18 +432,19 @@ format::AnnexToWrite SaveSession::annex_with(std::span<const format::OwnedPair> 
 }
 
 bool SaveSession::has_annex() const noexcept {
-  return options_.is_vouched_for() || !metadata_.empty() || !ties_.empty();
+  return options_.is_authenticated() || !metadata_.empty() || !ties_.empty();
 }
 
-format::Vouchers SaveSession::vouch_for(const digest::Sha256Digest& digest) {
-  format::Vouchers vouchers;
-  if (options_.is_vouched_for()) digest_ = digest;
+format::Signatures SaveSession::sign(const digest::Sha256Digest& digest) {
+  format::Signatures signatures;
+  if (options_.is_authenticated()) digest_ = digest;
   if (tag_key_)
-    vouchers.tag = {.derivation = options_.derivation, .tag = crypto::make_tag(digest, *tag_key_)};
+    signatures.tag = {.derivation = options_.derivation,
+                      .tag = crypto::make_tag(digest, *tag_key_)};
   if (const auto& signer = options_.signer)
-    vouchers.signatures.push_back(
+    signatures.signatures.push_back(
         {signer->public_key(), signer->sign(crypto::signed_message(digest))});
-  return vouchers;
+  return signatures;
 }
 
 uint64_t SaveSession::annex_nbytes_with(size_t more_entries,

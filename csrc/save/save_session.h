@@ -36,7 +36,7 @@ struct SaveOptions {
   std::shared_ptr<const crypto::Signer> signer{};   // signs the file, each time it is published
 
   // Whether the file says what its record headers have to be.
-  bool is_vouched_for() const noexcept { return key || signer; }
+  bool is_authenticated() const noexcept { return key || signer; }
 };
 
 // A tensor of the call that has a second name.
@@ -100,7 +100,7 @@ class SaveSession {
   // Closes without completing, but publishes what waits; no call follows.
   void abandon() noexcept;
 
-  // Of the content that was published last, where somebody vouches for the file.
+  // Of the content that was published last, if the file has a tag or a signature.
   const std::optional<digest::Sha256Digest>& index_digest() const noexcept { return digest_; }
   uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
   uint64_t published_nbytes() const noexcept;  // the whole container; 0: nothing is published
@@ -136,7 +136,7 @@ class SaveSession {
   uint64_t annex_nbytes_with(size_t more_entries,
                              std::span<const format::OwnedPair> more_ties) const;
   bool has_annex() const noexcept;
-  format::Vouchers vouch_for(const digest::Sha256Digest& digest);
+  format::Signatures sign(const digest::Sha256Digest& digest);
   void digest_headers(const Call& call);
   std::vector<std::byte> seal_metadata();
   uint64_t index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const;

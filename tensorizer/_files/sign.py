@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -21,7 +19,7 @@ from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted
-from tensorizer.errors import AuthenticationError, StreamExistsError, StreamNotFoundError, is_denied, named
+from tensorizer.errors import StreamExistsError, StreamNotFoundError, is_denied, named
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
 
@@ -80,17 +78,18 @@ def sign(
             raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
         if file.source is None:
             raise ValueError(f"{file.source_name}: expected one file, got shards: sign each of them")
-        existing = _existing(file, target, force, stream_options)
+        records = named(file.source_name, _C.digest_records, file.source, file.index)
+        if records.unbound:
+            names = listed([file.names[i] for i in records.unbound])
+            raise ValueError(
+                f"{file.source_name}: {counted(len(records.unbound), 'tensor')} without a SHA-256, so nothing can be "
+                f"signed: {names}"
+            )
+        kept = _kept(file, records, target, force, stream_options)
         checked = check and file.readable
         if checked:
             check_all(file, progress)
-        content, unbound = named(file.source_name, _C.sign_detached, file.source, file.index, signer, existing)
-        if unbound:
-            names = listed([file.names[i] for i in unbound])
-            raise ValueError(
-                f"{file.source_name}: {counted(len(unbound), 'tensor')} without a SHA-256, so nothing can be signed: "
-                f"{names}"
-            )
+        content = named(file.source_name, _C.sign_detached, file.index, records, signer, kept)
         signers = _C.signers_of_detached(file.index, content)
         label = file.source_name
     with WholeFile(target, stream_options) as out:
@@ -113,70 +112,19 @@ def _target(source: Any) -> Any:
     return place if scheme_of(place) is not None else os.fsdecode(place)
 
 
-def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:
-    """The detached signatures at the target that are signatures of this content, to be kept."""
+def _kept(
+    file: OpenFile, records: _C.SignedRecords, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]
+) -> list[tuple[bytes, bytes]]:
+    """The signatures at the target that are right for this content, to be kept: pairs of public key and signature."""
     try:
         content = read_checked(target, stream_options, bytes, MAX_SIGNATURE_NBYTES)
     except OSError as error:
         if not (isinstance(error, StreamNotFoundError) or (is_denied(error) and local_path(target) is None)):
             raise
-        return None
+        return []
     except ValueError:
         content = b""  # too large for signatures
-    kept = _valid(file, content)
-    if kept is None and not force:
+    kept = _C.valid_signatures(file.index, records, content)
+    if not kept and not force:
         raise StreamExistsError(f"{shown_location(target)} exists and is no signature of this file (force replaces it)")
     return kept
-
-
-# A detached signature is an annex of the format (docs/format.md, "Annex"): magic, length, sections, checksum.
-_FRAME = struct.Struct("<8sI")
-_SECTION = struct.Struct("<BBI")
-_CHECKSUM = struct.Struct("<I")
-_RECORDS, _SIGNATURES = 5, 7
-_PUBLIC_KEY_NBYTES, _SIGNATURE_NBYTES = 32, 96
-
-
-def _valid(file: OpenFile, content: bytes) -> Optional[bytes]:
-    """A detached signature with only those of its signatures that are right for the file as it is now; ``None`` where
-    none is."""
-    assert file.source is not None
-    try:
-        if not _C.signers_of_detached(file.index, content):
-            return None
-    except ValueError:
-        return None  # no signature, but something
-    # The digests of the records are computed from the file: those in the signature are of what it was made for.
-    ours, unbound = _C.sign_detached(file.source, file.index, signer_of(SigningKey.generate()))
-    sections = _sections(content)
-    if unbound or _sections(ours)[_RECORDS] != sections.get(_RECORDS):
-        return None
-    signatures = sections[_SIGNATURES]
-    each = [signatures[i : i + _SIGNATURE_NBYTES] for i in range(0, len(signatures), _SIGNATURE_NBYTES)]
-    right = [one for one in each if _is_right(file, one[:_PUBLIC_KEY_NBYTES], content)]
-    return _annex({**sections, _SIGNATURES: b"".join(right)}) if right else None
-
-
-def _is_right(file: OpenFile, public_key: bytes, content: bytes) -> bool:
-    assert file.source is not None
-    index = _C.open_index(file.source, file.index.start, bool(file.index.encrypted))  # it notes what vouches
-    try:
-        return bool(_C.check_signatures(index, [public_key], content))
-    except (AuthenticationError, ValueError):
-        return False
-
-
-def _sections(annex: bytes) -> dict[int, bytes]:
-    """The sections of an annex that was parsed before, by type, in their order."""
-    found, at = {}, _FRAME.size
-    while at < len(annex) - _CHECKSUM.size:
-        kind, _, nbytes = _SECTION.unpack_from(annex, at)
-        found[kind] = annex[at + _SECTION.size : at + _SECTION.size + nbytes]
-        at += _SECTION.size + nbytes
-    return found
-
-
-def _annex(sections: Mapping[int, bytes]) -> bytes:
-    body = b"".join(_SECTION.pack(kind, 0, len(content)) + content for kind, content in sections.items())
-    covered = _FRAME.pack(b"TZRANNX1", len(body)) + body
-    return covered + _CHECKSUM.pack(zlib.crc32(covered))

@@ -38,7 +38,7 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
                 "(docs/signing.md)"
             )
         _check_signatures(opened, index, access)
-    by_key, signers = _C.vouched(index)
+    by_key, signers = _C.authenticated_by(index)
     if by_key or signers:
         return
     if keys is not None:

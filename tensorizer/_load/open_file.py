@@ -177,19 +177,19 @@ class OpenFile(OpenIndex):
     @property
     def authenticated(self) -> Optional[str]:
         """What vouches for all of it: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
-        vouched = [_C.vouched(reader.index) for reader in self.readers]
-        return _AUTHENTICATED[all(key for key, _ in vouched), all(bool(signers) for _, signers in vouched)]
+        found = [_C.authenticated_by(reader.index) for reader in self.readers]
+        return _AUTHENTICATED[all(key for key, _ in found), all(bool(signers) for _, signers in found)]
 
     @property
     def signers(self) -> list[bytes]:
         """The public keys of the signatures that were found right, in every file."""
-        first, *others = (_C.vouched(reader.index)[1] for reader in self.readers)
+        first, *others = (_C.authenticated_by(reader.index)[1] for reader in self.readers)
         return [signer for signer in first if all(signer in found for found in others)]
 
     @functools.cached_property
     def checks_whole(self) -> bool:
         """Whether only whole tensors can be read: their data are bound to a signature by nothing but hashes."""
-        return any(bool(_C.vouched(c.index)[1]) and not c.index.encrypted for c in self.readers)
+        return any(bool(_C.authenticated_by(c.index)[1]) and not c.index.encrypted for c in self.readers)
 
     @functools.cached_property
     def shows_all(self) -> bool:

@@ -25,20 +25,20 @@ void check(const Annex& annex) {
   AnnexToWrite again;
   if (annex.metadata) again.metadata = *annex.metadata;
   again.ties = annex.ties;
-  const bool vouched = annex.tag || !annex.signatures.empty();
-  FUZZ_CHECK(!vouched || (annex.records.size() == kEntries && annex.digest));
-  if (again.metadata.empty() && again.ties.empty() && !vouched) return;
-  if (vouched) again.records = annex.records;
-  const VouchersToCome to_come{.tag = annex.tag.has_value(),
-                               .derivation = annex.tag && annex.tag->derivation,
-                               .signatures = annex.signatures.size()};
+  const bool authenticated = annex.tag || !annex.signatures.empty();
+  FUZZ_CHECK(!authenticated || (annex.records.size() == kEntries && annex.digest));
+  if (again.metadata.empty() && again.ties.empty() && !authenticated) return;
+  if (authenticated) again.records = annex.records;
+  const SignaturesToCome to_come{.tag = annex.tag.has_value(),
+                                 .derivation = annex.tag && annex.tag->derivation,
+                                 .signatures = annex.signatures.size()};
   const std::vector<std::byte> bytes = serialize_annex(
       again, {}, digest::Sha256(),
-      [&](const digest::Sha256Digest&) { return Vouchers{annex.tag, annex.signatures}; });
+      [&](const digest::Sha256Digest&) { return Signatures{annex.tag, annex.signatures}; });
   FUZZ_CHECK(bytes.size() == annex_nbytes(again, 0, kEntries, to_come));
   const auto parsed = parse_annex(bytes, 0, kEntries, [] { return digest::Sha256(); });
   FUZZ_CHECK(parsed && parsed->ties == annex.ties && parsed->digest == parsed->computed);
-  FUZZ_CHECK(!vouched || parsed->records == annex.records);
+  FUZZ_CHECK(!authenticated || parsed->records == annex.records);
   FUZZ_CHECK(parsed->signatures == annex.signatures);
   FUZZ_CHECK(parsed->tag.has_value() == annex.tag.has_value());
   if (annex.tag)

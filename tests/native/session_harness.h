@@ -20,10 +20,10 @@
 #include "core/sync.h"
 #include "device/copy_engine.h"
 #include "format/tensor_path.h"
-#include "load/authenticity.h"
 #include "load/load_session.h"
 #include "memory_source.h"
 #include "save/save_session.h"
+#include "sign/authenticity.h"
 
 namespace tensorizer::tests {
 
@@ -261,7 +261,7 @@ inline std::shared_ptr<const load::OpenedIndex> open_all(io::RangeSource& source
                                                          const std::stop_token& stop = {}) {
   const auto key = keys != nullptr ? format::KeyGiven::yes : format::KeyGiven::no;
   const auto opened = load::open_index(source, load::open_head(source, 0, key, stop), stop);
-  if (keys != nullptr) load::check_tag(*opened, *keys);
+  if (keys != nullptr) sign::check_tag(*opened, *keys);
   return opened;
 }
 

@@ -1,4 +1,4 @@
-// What vouches for a file: the test vectors of docs/format.md 12.5 to the byte, and sections that
+// Tags and signatures: the test vectors of docs/format.md 12.5 to the byte, and sections that
 // are not as they should be.
 #include "bytes.h"
 #include "crypto/authentication.h"
@@ -81,19 +81,19 @@ Bytes write_vector(bool encrypted, Bytes* annex_out) {
   of_header.update(layout.bytes);
   const std::vector<digest::Sha256Digest> records{of_header.finish()};
   const crypto::SeedSigner signer(vector_key());
-  const auto vouch = [&](const digest::Sha256Digest& index_digest) {
-    Vouchers vouchers;
+  const auto sign_digest = [&](const digest::Sha256Digest& index_digest) {
+    Signatures signatures;
     if (encrypted) {
       const auto key = crypto::derive_subkey(vector_key(), crypto::KeyUse::tag);
-      vouchers.tag = {.derivation = {}, .tag = crypto::make_tag(index_digest, key)};
+      signatures.tag = {.derivation = {}, .tag = crypto::make_tag(index_digest, key)};
     } else {
-      vouchers.signatures.push_back(sign(index_digest, signer));
+      signatures.signatures.push_back(sign(index_digest, signer));
     }
-    return vouchers;
+    return signatures;
   };
   AnnexToWrite annex;
   annex.records = records;
-  *annex_out = serialize_annex(annex, {}, digest_index(head, index), vouch);
+  *annex_out = serialize_annex(annex, {}, digest_index(head, index), sign_digest);
   EXPECT_EQ(annex_out->size(),
             annex_nbytes(annex, 0, 1, {.tag = encrypted, .signatures = encrypted ? 0U : 1U}));
   Build file;
@@ -224,12 +224,12 @@ TEST(Authentication, RecordDigestsAreAsManyAsEntries) {
 }
 
 TEST(Authentication, TagsAndSignaturesWantTheDigestsInFront) {
-  for (const Bytes& vouching : {tag(), signatures(96)}) {
-    fault({vouching});
-    fault({kRecords, vouching});
-    fault({kDigest, vouching});
-    fault({vouching, kRecords, kDigest});
-    EXPECT_TRUE(parse({kRecords, kDigest, vouching}));
+  for (const Bytes& authenticating : {tag(), signatures(96)}) {
+    fault({authenticating});
+    fault({kRecords, authenticating});
+    fault({kDigest, authenticating});
+    fault({authenticating, kRecords, kDigest});
+    EXPECT_TRUE(parse({kRecords, kDigest, authenticating}));
   }
 }
 
@@ -257,7 +257,7 @@ TEST(Authentication, TagsSayHowTheKeyIsDerived) {
   AnnexToWrite annex;
   annex.records = records;
   const Bytes bytes = serialize_annex(annex, {}, digest::Sha256(),
-                                      [&](const auto&) { return Vouchers{written, {}}; });
+                                      [&](const auto&) { return Signatures{written, {}}; });
   EXPECT_EQ(bytes.size(), annex_nbytes(annex, 0, 2, {.tag = true, .derivation = true}));
   EXPECT_EQ(bytes.size(), 150U + 32 * 2);
   const auto parsed = parse_annex(bytes, 0, 2, [] { return digest::Sha256(); });

@@ -30,7 +30,8 @@ LAYERS = {
     "device": {"core"},
     "load": {"core", "format", "crypto", "io", "device", "digest"},
     "save": {"core", "format", "crypto", "io", "device", "digest"},
-    "bind": {"core", "digest", "format", "crypto", "io", "device", "load", "save"},
+    "sign": {"core", "digest", "format", "crypto", "io", "load"},
+    "bind": {"core", "digest", "format", "crypto", "io", "device", "load", "save", "sign"},
 }
 PYTHON_HEADERS = re.compile(r"^(Python\.h|pybind11/|torch/|ATen/|c10/|numpy/)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
