@@ -12,8 +12,9 @@ namespace {
 
 constexpr size_t kTrailerNbytes = 8;  // the data length ends the header, whatever stands before it
 constexpr uint64_t kMaxPaddingNbytes = uint64_t{1} << 20;
-constexpr uint64_t kMaxBlockNbytes = 65535;  // of what a u16 counts: a name, a hash block, a salt
-constexpr uint64_t kMaxDerivations = 16;     // far more than the one that is legal
+constexpr uint64_t kMaxBlockNbytes =
+    65535;                                // limit of u16 lengths: of a name, a hash block, a salt
+constexpr uint64_t kMaxDerivations = 16;  // far more than the one that is legal
 constexpr uint64_t kSmallestChunkNbytes = 1024;
 
 [[noreturn]] void fail_header(const IndexEntry& entry, const std::string& problem) {
@@ -43,23 +44,6 @@ std::string show_hex(std::span<const std::byte> bytes) {
   return text.empty() ? "nothing" : text;
 }
 
-std::vector<StoredHash> parse_hashes(ByteCursor& cursor) {
-  const auto nbytes = cursor.read_le<uint16_t>("hash block length");
-  const uint64_t at = cursor.offset();
-  ByteCursor block(cursor.take(nbytes, "hash block"), "hash block", at);
-  const auto count = block.read_le<uint8_t>("hash count");
-  std::vector<StoredHash> hashes;
-  hashes.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    const auto type = block.read_le<uint8_t>("hash type");
-    if (type > 1)
-      block.fail("hash type", "hash type " + std::to_string(type) + " is not known, 0 and 1 are");
-    const auto value = block.take(block.read_le<uint8_t>("hash length"), "hash value");
-    hashes.push_back({static_cast<HashType>(type), value});
-  }
-  return hashes;  // bytes behind the last entry are nobody's
-}
-
 // From the module index to the hashes.
 RecordHeader parse_fields(ByteCursor& cursor, const IndexEntry& entry) {
   RecordHeader header;
@@ -71,7 +55,10 @@ RecordHeader parse_fields(ByteCursor& cursor, const IndexEntry& entry) {
   header.name = cursor.take_text(cursor.read_le<uint16_t>("name length"), "name");
   header.dtype = cursor.take_text(cursor.read_le<uint8_t>("dtype length"), "dtype");
   append_dims(cursor, entry.wide_dims(), header.shape);
-  header.hashes = parse_hashes(cursor);
+  const auto nbytes = cursor.read_le<uint16_t>("hash block length");
+  const uint64_t at = cursor.offset();
+  header.hash_block = cursor.take(nbytes, "hash block");
+  header.hashes = parse_hash_block(header.hash_block, at);
   header.crypt_begin = header.crypt_end = cursor.position();
   return header;
 }
@@ -152,12 +139,26 @@ uint64_t max_record_header_nbytes(const IndexEntry& entry, bool has_crypt_info) 
   return nbytes + (entry.data_nbytes / kSmallestChunkNbytes + 1) * kMacNbytes;
 }
 
-RecordHeader parse_header_front(std::span<const std::byte> front, const IndexEntry& entry) {
-  ByteCursor cursor(front, "record header", entry.offset);
-  cursor.read_le<uint64_t>("header size");
-  RecordHeader header = parse_fields(cursor, entry);
-  header.data_nbytes = entry.data_nbytes;
-  return header;
+std::vector<StoredHash> parse_hash_block(std::span<const std::byte> block, uint64_t origin) {
+  ByteCursor cursor(block, "hash block", origin);
+  const auto count = cursor.read_le<uint8_t>("hash count");
+  std::vector<StoredHash> hashes;
+  hashes.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const auto type = cursor.read_le<uint8_t>("hash type");
+    if (type > 1)
+      cursor.fail("hash type", "hash type " + std::to_string(type) + " is not known, 0 and 1 are");
+    const auto value = cursor.take(cursor.read_le<uint8_t>("hash length"), "hash value");
+    hashes.push_back({static_cast<HashType>(type), value});
+  }
+  return hashes;  // readers ignore bytes behind the last hash
+}
+
+digest::HashChoice stored_kinds(const RecordHeader& header) noexcept {
+  digest::HashChoice stored{.crc32 = false, .sha256 = false};
+  for (const StoredHash& hash : header.hashes)
+    (hash.type == HashType::crc32 ? stored.crc32 : stored.sha256) = true;
+  return stored;
 }
 
 RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
@@ -209,15 +210,6 @@ digest::HeaderDigest digest_header(std::span<const std::byte> bytes, const Recor
   return digest_without_crypt(zeroed, header.crypt_begin, header.crypt_end, hashes);
 }
 
-void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
-                std::span<const std::byte> data) {
-  digest::HeaderDigest digest = digest_header(header_bytes, header, {});
-  const uint32_t crc32 = digest::crc32(digest.crc32, data);
-  digest.sha256.update(data);
-  const digest::Sha256Digest sha256 = digest.sha256.finish();
-  check_hashes(header, &crc32, &sha256);
-}
-
 void check_hashes(const RecordHeader& header, const uint32_t* crc32,
                   const digest::Sha256Digest* sha256) {
   for (const StoredHash& hash : header.hashes) {
@@ -261,7 +253,7 @@ uint64_t put_hash(std::vector<std::byte>& bytes, HashType type, uint8_t nbytes) 
   return bytes.size() - nbytes;
 }
 
-// Where the MACs begin in a block with its prefix, 0 where there are none: they end what the writer
+// Where the MACs begin in a block with its prefix, 0 if there are no MACs: they end what the writer
 // serializes.
 uint64_t first_mac(std::span<const std::byte> block) {
   const CryptInfo info = parse_crypt_info(block.subspan(8), 0);

@@ -29,8 +29,9 @@ struct RecordHeader {
   std::string_view name;
   std::string_view dtype;
   std::vector<uint64_t> shape;
-  std::vector<StoredHash> hashes;  // in stored order, duplicates kept
-  std::optional<CryptInfo> crypt;  // set iff the file has crypt_info
+  std::vector<StoredHash> hashes;         // in stored order, duplicates kept
+  std::span<const std::byte> hash_block;  // the bytes that contain them, behind their length
+  std::optional<CryptInfo> crypt;         // set iff the file has crypt_info
   // Bytes [crypt_begin, crypt_end) of the header are crypt_info with the length in front of it; the
   // hashes leave them out. Both are the end of the hash block where the file has no crypt_info.
   uint64_t crypt_begin = 0;
@@ -38,8 +39,8 @@ struct RecordHeader {
   uint64_t data_nbytes = 0;
 };
 
-// More than any record header of this entry can take whose padding is at most 1 MiB: what its name,
-// rank, hashes and MACs allow. A larger distance in the index is damage.
+// An upper bound of the record header of this entry, from its name, rank, hashes and MACs and at
+// most 1 MiB of padding. A larger distance in the index is damage.
 uint64_t max_record_header_nbytes(const IndexEntry& entry, bool has_crypt_info) noexcept;
 
 // Parses a whole record header: `bytes` are all header_nbytes() of it, at `entry.offset`. The
@@ -47,15 +48,17 @@ uint64_t max_record_header_nbytes(const IndexEntry& entry, bool has_crypt_info) 
 RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
                                  bool has_crypt_info);
 
-// The fields of a header that was parsed before, from its first crypt_begin bytes alone. The result
-// borrows `front`. REQUIRES: parse_record_header accepted the whole.
-RecordHeader parse_header_front(std::span<const std::byte> front, const IndexEntry& entry);
-
 // The header against its index entry: header size, name (as a path: the spellings may differ),
 // type-dependent naming, dtype, shape, lengths, with the exceptions of format.md 5.5 (index dtype
 // without torch name, index shape (1,) for a scalar without data). Throws Error(malformed) naming
 // the tensor, wanted and found.
 void check_against_index(const RecordHeader& header, const IndexEntry& entry);
+
+// The hashes of a hash block, which they borrow. Throws Error(malformed).
+std::vector<StoredHash> parse_hash_block(std::span<const std::byte> block, uint64_t origin = 0);
+
+// The kinds that are among the hashes of a header.
+digest::HashChoice stored_kinds(const RecordHeader& header) noexcept;
 
 // The digests of the header part of the hash input: all bytes with every hash value zeroed, without
 // crypt_info. Both are ready to take the payload.
@@ -68,10 +71,6 @@ digest::HeaderDigest digest_header(std::span<const std::byte> bytes, const Recor
 void check_hashes(const RecordHeader& header, const uint32_t* crc32,
                   const digest::Sha256Digest* sha256);
 
-// The same for a record that is here as a whole.
-void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
-                std::span<const std::byte> data);
-
 // --- writing ---
 
 // A record header to be written; hash values and MACs are zero until filled in through the offsets.
@@ -80,7 +79,7 @@ struct HeaderLayout {
   uint64_t crc32_at = 0;                    // offset of the 4-byte value; 0: not present
   uint64_t sha256_at = 0;                   // offset of the 32-byte value; 0: not present
   uint64_t crypt_begin = 0, crypt_end = 0;  // as in RecordHeader
-  uint64_t macs_at = 0;                     // offset of the first MAC; 0: none
+  uint64_t macs_at = 0;                     // offset of the first MAC; 0: no MACs
 };
 
 struct HeaderToWrite {

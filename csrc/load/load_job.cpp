@@ -60,13 +60,11 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
   naming(record, [&] {
     const format::RecordHeader header = accept_record(*opened, entries[record], bytes);
     if (cipher) cipher->accept(record, header, steps);
-    headers->keep(record, header, bytes);
+    const digest::HashChoice stored = format::stored_kinds(header);
+    const digest::HeaderDigest digest = format::digest_header(bytes, header, stored);
+    headers->keep(record, header, digest);
     // Tensors without data have nothing that a hash of data could prove (format.md 6.3).
-    if (!digester || entry.zero_filled()) return;
-    digest::HashChoice stored{.crc32 = false, .sha256 = false};
-    for (const format::StoredHash& hash : header.hashes)
-      (hash.type == format::HashType::crc32 ? stored.crc32 : stored.sha256) = true;
-    start = {format::digest_header(bytes, header, stored), stored};
+    if (digester && !entry.zero_filled()) start = {digest, stored};
   });
   if (steps == 0) return start;
   if (start) digester->expect(record, *start);

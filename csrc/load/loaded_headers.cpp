@@ -1,51 +1,33 @@
 #include "load/loaded_headers.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "core/endian.h"
 #include "core/error.h"
 
 namespace tensorizer::load {
-namespace {
-
-constexpr size_t kTrailerNbytes = 8;  // the data length, at the end
-
-bool all_zero(std::span<const std::byte> bytes) noexcept {
-  return bytes.empty() || (bytes[0] == std::byte{0} &&
-                           std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0);
-}
-
-}  // namespace
 
 LoadedHeaders::LoadedHeaders(std::shared_ptr<const OpenedIndex> opened,
                              std::vector<uint32_t> entries)
     : opened_(std::move(opened)), entries_(std::move(entries)), kept_(entries_.size()) {}
 
 void LoadedHeaders::keep(size_t target, const format::RecordHeader& header,
-                         std::span<const std::byte> bytes) {
-  const auto front = bytes.first(header.crypt_begin);
-  const auto padding =
-      bytes.subspan(header.crypt_end, bytes.size() - header.crypt_end - kTrailerNbytes);
-  Kept kept;
-  kept.zero_padding = all_zero(padding);
-  kept.front_nbytes = static_cast<uint32_t>(front.size());
-  const auto* const text = reinterpret_cast<const char*>(bytes.data());
-  kept.dtype_at = static_cast<uint32_t>(header.dtype.data() - text);
-  kept.dtype_nbytes = static_cast<uint8_t>(header.dtype.size());
+                         const digest::HeaderDigest& digest) {
+  Kept& kept = kept_[target];
+  kept.digest = digest;
+  const std::span<const std::byte> block = header.hash_block;
+  kept.hash_block.reset(new std::byte[block.size()]);
+  std::ranges::copy(block, kept.hash_block.get());
+  kept.hash_block_nbytes = static_cast<uint16_t>(block.size());
+  if (header.dtype != entry_of(target).dtype)
+    kept.dtype = std::make_unique<std::string>(header.dtype);
+  kept.module_idx = header.module_idx;
+  kept.type = header.type;
   kept.is_scalar = header.shape.empty();
-  kept.padding_nbytes = padding.size();
-  const size_t stored = front.size() + (kept.zero_padding ? 0 : padding.size());
-  kept.bytes.reset(new std::byte[stored]);
-  std::ranges::copy(front, kept.bytes.get());
-  if (!kept.zero_padding) std::ranges::copy(padding, kept.bytes.get() + front.size());
-  kept_[target] = std::move(kept);
 }
 
 std::string_view LoadedHeaders::dtype(size_t target) const {
   const Kept& kept = kept_.at(target);
-  if (!kept.bytes) return entry_of(target).dtype;
-  return {reinterpret_cast<const char*>(kept.bytes.get()) + kept.dtype_at, kept.dtype_nbytes};
+  return kept.dtype ? std::string_view(*kept.dtype) : entry_of(target).dtype;
 }
 
 // The index says (1,) of a scalar without data.
@@ -57,28 +39,34 @@ std::span<const uint64_t> LoadedHeaders::shape(size_t target) const {
 format::RecordHeader LoadedHeaders::header(size_t target) const {
   const Kept& kept = kept_.at(target);
   const format::IndexEntry& entry = entry_of(target);
-  if (kept.bytes) return format::parse_header_front({kept.bytes.get(), kept.front_nbytes}, entry);
   format::RecordHeader header;
   header.type = entry.type;
   header.name = entry.name;
-  header.dtype = entry.dtype;
-  header.shape.assign(entry.shape.begin(), entry.shape.end());
+  header.dtype = dtype(target);
+  const auto dims = shape(target);
+  header.shape.assign(dims.begin(), dims.end());
   header.data_nbytes = entry.data_nbytes;
+  if (kept.hash_block) {
+    header.module_idx = kept.module_idx;
+    header.type = kept.type;
+    header.hash_block = {kept.hash_block.get(), kept.hash_block_nbytes};
+    header.hashes = format::parse_hash_block(header.hash_block);
+  }
   return header;
 }
 
 bool LoadedHeaders::matches(size_t target, std::span<const std::byte> data) const {
-  const Kept& kept = kept_.at(target);
-  if (!kept.bytes) return true;  // nothing was stored that could differ
-  const format::IndexEntry& entry = entry_of(target);
-  std::vector<std::byte> bytes(kept.front_nbytes + kept.padding_nbytes + kTrailerNbytes);
-  const size_t stored = kept.front_nbytes + (kept.zero_padding ? 0 : kept.padding_nbytes);
-  std::copy_n(kept.bytes.get(), stored, bytes.begin());
-  store_le(bytes.data() + bytes.size() - kTrailerNbytes, entry.data_nbytes);
-  const format::RecordHeader header =
-      format::parse_header_front(std::span(bytes).first(kept.front_nbytes), entry);
+  const format::RecordHeader stored = header(target);
+  const digest::HashChoice wanted = format::stored_kinds(stored);
+  digest::HeaderDigest digest = kept_[target].digest;
+  digest::Sha256Digest sha256{};
+  if (wanted.crc32) digest.crc32 = digest::crc32(digest.crc32, data);
+  if (wanted.sha256) {
+    digest.sha256.update(data);
+    sha256 = digest.sha256.finish();
+  }
   try {
-    format::check_data(header, bytes, data);
+    format::check_hashes(stored, &digest.crc32, &sha256);
     return true;
   } catch (const Error& error) {
     if (error.code() != Errc::hash_mismatch) throw;

@@ -1,4 +1,4 @@
-// What is kept of record headers: enough to answer and to compare hashes again, and no more.
+// What is kept of record headers: their fields, and the beginning of their digests.
 #include "load/loaded_headers.h"
 
 #include <malloc.h>
@@ -33,7 +33,8 @@ Saved saved(const std::vector<size_t>& sizes) {
 void keep_all(LoadedHeaders& headers, Saved& from) {
   for (uint32_t i = 0; i < headers.size(); ++i) {
     const auto bytes = from.header(i);
-    headers.keep(i, format::parse_record_header(bytes, from.opened->index[i], false), bytes);
+    const auto header = format::parse_record_header(bytes, from.opened->index[i], false);
+    headers.keep(i, header, format::digest_header(bytes, header, {}));
     std::fill(bytes.begin(), bytes.end(), std::byte{0xEE});  // nothing borrows from them
   }
 }
@@ -87,7 +88,8 @@ TEST(LoadedHeaders, OfPaddedRecordsTakeWhatTheirFieldsTake) {
   const auto in_use = [] { return mallinfo2().uordblks + mallinfo2().hblkhd; };
   const size_t before = in_use();
   LoadedHeaders headers(file.opened, std::vector<uint32_t>(kRecords, 0));
-  for (size_t i = 0; i < kRecords; ++i) headers.keep(i, header, bytes);
+  const digest::HeaderDigest digest = format::digest_header(bytes, header, {});
+  for (size_t i = 0; i < kRecords; ++i) headers.keep(i, header, digest);
   EXPECT_LT(in_use() - before, kRecords * 300);
 }
 
