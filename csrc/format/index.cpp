@@ -3,10 +3,8 @@
 #include <algorithm>
 
 #include "core/checked_math.h"
-#include "format/annex.h"
 #include "format/dtype.h"
 #include "format/tensor_path.h"
-#include "format/utf8.h"
 
 namespace tensorizer::format {
 namespace {
@@ -77,21 +75,6 @@ void check_extent(const IndexEntry& entry, uint64_t previous_end, uint64_t sourc
   }
 }
 
-// Length of the entry that `bytes` begins with; nullopt where it is not all there.
-std::optional<uint64_t> entry_nbytes_at(std::span<const std::byte> bytes, bool tagged) {
-  const auto byte_at = [&](uint64_t at) { return std::to_integer<uint64_t>(bytes[at]); };
-  const bool wide = tagged && !bytes.empty() && byte_at(0) == 5;
-  uint64_t at = tagged ? 4 : 0;
-  if (bytes.size() < at + 2) return std::nullopt;
-  at += 2 + byte_at(at) + 256 * byte_at(at + 1) + 1;  // name, type
-  if (bytes.size() <= at) return std::nullopt;
-  at += 1 + byte_at(at);  // dtype
-  if (bytes.size() <= at) return std::nullopt;
-  at += 1 + byte_at(at) * (wide ? 8 : 4) + 24;  // dimensions; offsets and length
-  if (bytes.size() < at) return std::nullopt;
-  return at;
-}
-
 class EntryParser {
  public:
   EntryParser(const Prologue& prologue, std::span<const std::byte> block, uint64_t origin,
@@ -99,9 +82,7 @@ class EntryParser {
       : cursor_(block, "index", origin),
         tagged_(prologue.tagged_entries()),
         source_nbytes_(source_nbytes),
-        previous_end_(origin + std::max<uint64_t>(block.size(), prologue.metadata_nbytes)) {
-    paths_.reserve(std::min<uint64_t>(prologue.tensor_count, block.size() / kMinEntryNbytes));
-  }
+        previous_end_(origin + std::max<uint64_t>(block.size(), prologue.metadata_nbytes)) {}
 
   // Appends the dimensions to `dims`; the entry's shape is set by the caller, when `dims` moves no
   // more.
@@ -109,7 +90,6 @@ class EntryParser {
     IndexEntry entry;
     if (tagged_) entry.entry_version = read_entry_version(cursor_);
     entry.name = cursor_.take_text(cursor_.read_le<uint16_t>("name length"), "name");
-    register_name(entry.name);
     const auto type = cursor_.read_le<uint8_t>("tensor type");
     if (type > 2)
       fail(entry, "tensor type " + std::to_string(type) + " is not known, 0, 1 and 2 are");
@@ -137,20 +117,10 @@ class EntryParser {
   size_t position() const noexcept { return cursor_.position(); }
 
  private:
-  void register_name(std::string_view name) {
-    // Plain names need no path of their own.
-    if (!name.empty() && !is_structured_name(name) && is_utf8(name)) {
-      paths_.add_plain(name);
-    } else {
-      paths_.add(decode_name(name));
-    }
-  }
-
   ByteCursor cursor_;
   bool tagged_;
   uint64_t source_nbytes_;
   uint64_t previous_end_;
-  PathRegistry paths_;
 };
 
 }  // namespace
@@ -189,31 +159,18 @@ Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t or
   }
   first_dims.push_back(dims_.size());
   entries_nbytes_ = parser.position();
+  std::vector<std::string_view> names;
+  names.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     entries_[i].shape = std::span(dims_).subspan(first_dims[i], first_dims[i + 1] - first_dims[i]);
+    names.push_back(entries_[i].name);
   }
+  check_paths(names);
 }
 
 Index::Index(std::vector<std::byte> block, std::vector<uint64_t> dims,
              std::vector<IndexEntry> entries)
     : block_(std::move(block)), dims_(std::move(dims)), entries_(std::move(entries)) {}
-
-std::optional<uint64_t> needed_index_nbytes(const Prologue& prologue,
-                                            std::span<const std::byte> begin, uint64_t origin,
-                                            uint64_t source_nbytes) {
-  EntryParser parser(prologue, begin, origin, source_nbytes);
-  std::vector<uint64_t> dims;
-  for (uint64_t i = 0; i < prologue.tensor_count; ++i) {
-    if (!entry_nbytes_at(begin.subspan(parser.position()), prologue.tagged_entries()))
-      return std::nullopt;
-    parser.parse(dims);
-    dims.clear();
-  }
-  const uint64_t entries = parser.position();
-  const auto annex = annex_nbytes_at(begin.subspan(entries));
-  if (!annex) return std::nullopt;
-  return entries + *annex;
-}
 
 bool is_long(std::span<const uint64_t> shape) noexcept {
   return std::ranges::any_of(shape, [](uint64_t dim) { return dim > kMaxShortDim; });

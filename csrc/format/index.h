@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,7 +25,7 @@ struct IndexEntry {
   std::string_view name;   // stored bytes: plain, or 0x1E and a JSON array
   std::string_view dtype;  // stored dtype text; empty where no tensor can be made of it
   std::span<const uint64_t> shape;
-  // What the container calls the type, where it has names of its own: "F32" in a safetensors file.
+  // The container's own name of the type, if it has one: "F32" in a safetensors file.
   std::string_view container_dtype;
   uint64_t offset = 0;       // of the record header, absolute in the source
   uint64_t data_offset = 0;  // of the payload
@@ -67,7 +66,7 @@ class Index {
   const std::vector<IndexEntry>& entries() const noexcept { return entries_; }
   const IndexEntry& operator[](size_t i) const noexcept { return entries_[i]; }
   size_t size() const noexcept { return entries_.size(); }
-  // The bytes of the entries, and what follows the last of them in the block.
+  // The bytes of the entries, and the bytes behind the last of them in the block.
   std::span<const std::byte> entry_bytes() const noexcept {
     return std::span(block_).first(entries_nbytes_);
   }
@@ -82,13 +81,6 @@ class Index {
   std::vector<IndexEntry> entries_;
 };
 
-// How many bytes of an index are needed, of which `begin` holds the first: its entries and, where
-// one follows, the annex; never its slack. nullopt: more than are there have to be seen to tell.
-// Throws what Index throws for the entries that are there, so that nobody reads on behind nonsense.
-std::optional<uint64_t> needed_index_nbytes(const Prologue& prologue,
-                                            std::span<const std::byte> begin, uint64_t origin,
-                                            uint64_t source_nbytes);
-
 // Writing. Bytes of one entry; `tagged` adds the entry version.
 struct EntryToWrite {
   std::string_view name;
@@ -102,8 +94,8 @@ struct EntryToWrite {
 bool is_long(std::span<const uint64_t> shape) noexcept;  // any dimension >= 2^32
 uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept;
 
-// Throws Error(out_of_range) naming the tensor, for what neither an index entry nor a record header
-// has room for.
+// Throws Error(out_of_range) naming the tensor, if a field does not fit in index entries and record
+// headers.
 void check_fields_fit(std::string_view name, std::string_view dtype,
                       std::span<const uint64_t> shape, bool wide_dims);
 

@@ -2,8 +2,9 @@
 // Pure. Source: docs/format.md, "Names" (plain UTF-8, or 0x1E and a JSON array) and "Path rules".
 #pragma once
 
+#include <compare>
 #include <cstdint>
-#include <memory>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,7 +21,7 @@ inline constexpr size_t kMaxIndexDigits = 4300;
 // A sequence index of any size; `digits` is the canonical decimal text.
 struct PathIndex {
   std::string digits;
-  bool operator==(const PathIndex&) const = default;
+  auto operator<=>(const PathIndex&) const = default;
 };
 
 using PathComponent = std::variant<std::string, PathIndex>;
@@ -32,7 +33,7 @@ inline bool is_structured_name(std::string_view stored) noexcept {
   return !stored.empty() && stored.front() == kStructuredMarker;
 }
 
-// Decodes a stored name. Accepts and refuses what format.md 4.2 tables; booleans are refused. Never
+// Decodes a stored name, by the table of format.md 4.2; booleans are refused. Never
 // recurses with the input's nesting. Throws Error(malformed) that quotes a shortened, escaped form
 // of the name.
 TensorPath decode_name(std::string_view stored);
@@ -43,7 +44,7 @@ TensorPath decode_name(std::string_view stored);
 // bytes, invalid_argument for strings that are not UTF-8.
 std::string encode_name(const TensorPath& path);
 
-// What a number in the file has room for. Throws Error(out_of_range) naming the tensor.
+// Throws Error(out_of_range) naming the tensor, if a number does not fit in its field of the file.
 void check_fits(std::string_view stored_name, const char* what, uint64_t found, uint64_t limit);
 inline constexpr uint64_t kMaxNameNbytes = 65535;
 inline constexpr const char* kNameLength = "the length of its name in bytes";
@@ -51,33 +52,28 @@ inline constexpr const char* kNameLength = "the length of its name in bytes";
 // For messages: printable, quoted, at most ~100 characters.
 std::string display_name(std::string_view stored);
 
-// The tree of all paths of one file: every layer has keys of one kind, no path occurs twice, none
-// is a prefix of another (format.md 4.3). Confined to one thread. Flat string names, the common
-// case, cost one hash each.
-class PathRegistry {
+// Checks the stored names of one file: every layer has keys of one kind, no path occurs twice, none
+// is a prefix of another (format.md 4.3). Throws Error(malformed) as decode_name(), and for those
+// rules. Takes O(n log n) comparisons, whatever names a file contains.
+void check_paths(std::span<const std::string_view> names);
+
+// An ordered set of paths that keeps the same rules while paths are added. Confined to one thread.
+class PathSet {
  public:
   // `broken_rule`: malformed for a file being read, invalid_argument for one being written.
-  explicit PathRegistry(Errc broken_rule = Errc::malformed);
-  ~PathRegistry();
+  explicit PathSet(Errc broken_rule = Errc::malformed) : broken_rule_(broken_rule) {}
 
-  void reserve(size_t count);
-
-  // Adds a path, or throws an Error that says which rule it breaks. After a throw the registry is
+  // Adds a path, or throws an Error that says which rule it breaks. After a throw the set is
   // unchanged.
   void add(const TensorPath& path);
-  // The same for a plain name: one string component.
-  void add_plain(std::string_view name);
 
   // All-or-nothing for a write call: forgets everything added since the mark.
-  size_t mark() const noexcept;
+  size_t mark() const noexcept { return paths_.size(); }
   void rollback(size_t mark) noexcept;
 
  private:
-  [[noreturn]] void refuse(std::string_view stored, const char* problem) const;
-
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
   Errc broken_rule_;
+  std::map<TensorPath, size_t> paths_;  // and how many were there before
 };
 
 }  // namespace tensorizer::format

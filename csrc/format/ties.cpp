@@ -72,20 +72,21 @@ void check_listed(const Tie& tie, const Index& index) {
 }
 
 // The names that only an annex knows, together with those of the index.
-void check_paths(const Index& index, std::span<const Tie> ties) {
+void check_tie_paths(const Index& index, std::span<const Tie> ties) {
   const auto unlisted = [](const Tie& tie) { return !tie.listed; };
   if (std::ranges::none_of(ties, unlisted)) return;
-  PathRegistry paths;
-  paths.reserve(index.size() + ties.size());
-  for (const IndexEntry& entry : index.entries()) paths.add(decode_name(entry.name));
+  std::vector<std::string_view> names;
+  names.reserve(index.size() + ties.size());
+  for (const IndexEntry& entry : index.entries()) names.push_back(entry.name);
   for (const Tie& tie : ties) {
     if (tie.listed) continue;
     const TensorPath path = decode_name(tie.alias);
     const bool plain = path.size() == 1 && std::holds_alternative<std::string>(path.front());
     if (!plain && index[tie.target].type != TensorType::state_dict)
       fail_alias(tie.alias, "structured names are for state dicts only");
-    paths.add(path);
+    names.push_back(tie.alias);
   }
+  check_paths(names);
 }
 
 bool is_identifier_path(std::string_view name) noexcept {
@@ -132,7 +133,7 @@ std::vector<Tie> resolve_ties(const Index& index, std::span<const TextPair> ties
     const Tie& tie = resolved.emplace_back(Tie{pair.key, *target, names.find(pair.key)});
     if (tie.listed) check_listed(tie, index);
   }
-  check_paths(index, resolved);
+  check_tie_paths(index, resolved);
   return resolved;
 }
 

@@ -13,18 +13,18 @@
 namespace tensorizer::load {
 namespace {
 
-// An index that claims to be larger than this is read only if the source is known to be that long.
-constexpr uint64_t kUnsizedIndexLimit = uint64_t{64} << 20;
-// An index is read in steps, the first so long and each as long as all before it, so that memory
-// stays in proportion to what has arrived and made sense, whatever the prologue claims.
-constexpr uint64_t kFirstIndexNbytes = uint64_t{16} << 20;
+// Bytes that are read of an index, at most, whatever the prologue claims: what entries and annex of
+// ten million tensors take. The rest can only be slack. Of a source of unknown size, whose length
+// nothing confirms, fewer are read.
+constexpr uint64_t kMaxIndexNbytes = uint64_t{1} << 30;
+constexpr uint64_t kMaxUnsizedIndexNbytes = uint64_t{64} << 20;
 // A header length and the brace behind it: all that tells the containers apart.
 constexpr uint64_t kShortestHead = format::kSafetensorsLengthNbytes + 1;
 constexpr uint64_t kLongestFirstRead = uint64_t{1} << 20;
 
 // Bytes to ask for first: all that decides, and where requests cost much, most indexes too.
 uint64_t first_read_nbytes(const io::SourceTraits& traits, bool sized) noexcept {
-  // What is read from a stream cannot be read again, and may be all there is.
+  // Bytes of a stream cannot be read again, and the stream may end behind them.
   if (traits.sequential || !sized) return kShortestHead;
   if (traits.gap_nbytes == 0) return format::kPrologueNbytes;
   if (traits.gap_nbytes <= kCheapRequestNbytes) return format::kContainerHeadNbytes;
@@ -55,24 +55,14 @@ std::vector<std::byte> read_block(io::RangeSource& source, const ContainerHead& 
     throw Error(Errc::truncated, "the index wants " + std::to_string(nbytes) + " bytes at byte " +
                                      std::to_string(offset) + ", the file ends at byte " +
                                      std::to_string(source_nbytes));
-  if (!sized && nbytes > kUnsizedIndexLimit)
-    throw Error(Errc::malformed, "the index claims " + std::to_string(nbytes) +
-                                     " bytes in a source of unknown size");
   const std::span<const std::byte> known =
       std::span(head.bytes).subspan(std::min<uint64_t>(offset - head.start, head.bytes.size()));
-  const auto begin = known.first(std::min<uint64_t>(known.size(), nbytes));
+  const uint64_t wanted = std::min(nbytes, sized ? kMaxIndexNbytes : kMaxUnsizedIndexNbytes);
+  const auto begin = known.first(std::min<uint64_t>(known.size(), wanted));
   std::vector<std::byte> block(begin.begin(), begin.end());
-  uint64_t needed = nbytes;
-  while (block.size() < needed) {
-    const uint64_t have = block.size();
-    block.resize(std::min(needed, std::max(kFirstIndexNbytes, 2 * have)));
-    source.read_at(offset + have, io::Slice(block).subspan(have), stop);
-    if (block.size() < needed && head.container == format::Container::tensors)
-      needed =
-          std::min(needed, format::needed_index_nbytes(head.prologue, block, offset, source_nbytes)
-                               .value_or(needed));
-  }
-  block.resize(needed);
+  block.resize(wanted);
+  if (begin.size() < wanted)
+    source.read_at(offset + begin.size(), io::Slice(block).subspan(begin.size()), stop);
   return block;
 }
 
@@ -112,7 +102,7 @@ std::shared_ptr<OpenedIndex> open_safetensors(const ContainerHead& head,
   return opened;
 }
 
-// In a handler: what parsing found, with the source's name. What sources throw says it already, or
+// In a handler: an error of parsing, with the source's name. Errors of sources name it already, or
 // is Python's, and goes on as it is.
 [[noreturn]] void rethrow_with_source(const Error& error, io::RangeSource& source) {
   const std::string& name = source.name();

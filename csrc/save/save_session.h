@@ -166,7 +166,7 @@ class SaveSession {
   const int process_;  // that writes the file; a child that copied it does not
   std::optional<crypto::SecretKey> tag_key_;   // derived from the key of encrypted files
   std::optional<crypto::SecretKey> mark_key_;  // likewise
-  format::PathRegistry paths_{Errc::invalid_argument};
+  format::PathSet paths_{Errc::invalid_argument};
   std::vector<SavedEntry> entries_;
   std::vector<format::OwnedPair> ties_;  // stored names of aliases and targets
   // Bytes 8 to 15 of all first nonces: no two records share them, so no two chunks meet.

@@ -13,7 +13,7 @@ using namespace tensorizer::format;
 
 namespace {
 
-bool refuses(PathRegistry& paths, const TensorPath& path) {
+bool refuses(PathSet& paths, const TensorPath& path) {
   const size_t mark = paths.mark();
   try {
     paths.add(path);
@@ -24,7 +24,7 @@ bool refuses(PathRegistry& paths, const TensorPath& path) {
   }
 }
 
-void check_name(PathRegistry& paths, std::string_view stored) {
+void check_name(PathSet& paths, std::string_view stored) {
   const std::string shown = display_name(stored);
   FUZZ_CHECK(is_utf8(shown) && shown.size() < 250);
   try {
@@ -61,7 +61,7 @@ void check_name(PathRegistry& paths, std::string_view stored) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::string_view input(reinterpret_cast<const char*>(data), size);
-  PathRegistry paths;
+  PathSet paths;
   while (!input.empty()) {
     const size_t line = input.find('\n');
     check_name(paths, input.substr(0, line));

@@ -189,7 +189,7 @@ TEST(Utf8, AcceptsEveryCodePointAndNothingElse) {
     std::string text = "........";  // the fast path looks at eight bytes
     append_utf8(text, c);
     ASSERT_EQ(is_utf8(text), !is_surrogate(c)) << c;
-    const Utf8Step step = decode_utf8(std::string_view(text).substr(8), true);
+    const Utf8Char step = decode_utf8(std::string_view(text).substr(8), true);
     ASSERT_EQ(step.code_point, c);
     ASSERT_EQ(step.nbytes, text.size() - 8);
   }
@@ -197,57 +197,57 @@ TEST(Utf8, AcceptsEveryCodePointAndNothingElse) {
 
 // --- the tree ---
 
-TEST(PathRegistry, PathsThatShareLayersOfOneKindAreAccepted) {
-  PathRegistry paths;
+TEST(PathSet, PathsThatShareLayersOfOneKindAreAccepted) {
+  PathSet paths;
   paths.add({key("a"), at("0"), key("w")});
   paths.add({key("a"), at("0"), key("b")});
   paths.add({key("a"), at("1")});
   paths.add({key("b")});
-  paths.add_plain("a.b");
-  paths.add_plain("");
+  paths.add({key("a.b")});
+  paths.add({key("")});
 }
 
-TEST(PathRegistry, APathThatOccursTwiceIsRefusedInAnySpelling) {
-  PathRegistry paths;
-  paths.add_plain("x");
+TEST(PathSet, APathThatOccursTwiceIsRefusedInAnySpelling) {
+  PathSet paths;
+  paths.add({key("x")});
   paths.add({key("y"), at("2")});
-  EXPECT_NE(expect_error(Errc::malformed, [&] { paths.add_plain("x"); }).find("'x' occurs twice"),
+  EXPECT_NE(expect_error(Errc::malformed, [&] { paths.add({key("x")}); }).find("'x' occurs twice"),
             std::string::npos);
   expect_error(Errc::malformed, [&] { paths.add(decode_name("\x1e[\"x\"]")); });
   expect_error(Errc::malformed, [&] { paths.add({key("y"), at("2")}); });
 }
 
-TEST(PathRegistry, ATensorCannotBeALayerToo) {
-  PathRegistry paths;
+TEST(PathSet, ATensorCannotBeALayerToo) {
+  PathSet paths;
   paths.add({key("a"), key("b")});
-  expect_error(Errc::malformed, [&] { paths.add_plain("a"); });
+  expect_error(Errc::malformed, [&] { paths.add({key("a")}); });
   expect_error(Errc::malformed, [&] { paths.add({key("a")}); });
   expect_error(Errc::malformed, [&] { paths.add({key("a"), key("b"), key("c")}); });
-  paths.add_plain("leaf");
+  paths.add({key("leaf")});
   expect_error(Errc::malformed, [&] { paths.add({key("leaf"), at("0")}); });
 }
 
-TEST(PathRegistry, ALayerHasKeysOfOneKind) {
-  PathRegistry dict;
-  dict.add_plain("0");
+TEST(PathSet, ALayerHasKeysOfOneKind) {
+  PathSet dict;
+  dict.add({key("0")});
   expect_error(Errc::malformed, [&] { dict.add({at("0")}); });
-  PathRegistry list;
+  PathSet list;
   list.add({at("1")});
-  expect_error(Errc::malformed, [&] { list.add_plain("a"); });
+  expect_error(Errc::malformed, [&] { list.add({key("a")}); });
   expect_error(Errc::malformed, [&] { list.add({key("a"), at("0")}); });
   list.add({at("2"), key("k")});
   expect_error(Errc::malformed, [&] { list.add({at("2"), at("0")}); });
 }
 
-TEST(PathRegistry, BlamesTheCallerWhenToldSo) {
-  PathRegistry paths(Errc::invalid_argument);
-  paths.add_plain("x");
-  expect_error(Errc::invalid_argument, [&] { paths.add_plain("x"); });
+TEST(PathSet, BlamesTheCallerWhenToldSo) {
+  PathSet paths(Errc::invalid_argument);
+  paths.add({key("x")});
+  expect_error(Errc::invalid_argument, [&] { paths.add({key("x")}); });
   expect_error(Errc::invalid_argument, [&] { paths.add({}); });
 }
 
-TEST(PathRegistry, IsUnchangedAfterARefusal) {
-  PathRegistry paths;
+TEST(PathSet, IsUnchangedAfterARefusal) {
+  PathSet paths;
   paths.add({key("a"), at("0")});
   const size_t mark = paths.mark();
   expect_error(Errc::malformed, [&] { paths.add({key("a"), key("b"), key("c")}); });
@@ -255,34 +255,45 @@ TEST(PathRegistry, IsUnchangedAfterARefusal) {
   paths.add({key("a"), at("1")});
 }
 
-TEST(PathRegistry, ARollbackForgetsPathsAndTheKindsOfTheirLayers) {
-  PathRegistry paths;
+TEST(PathSet, ARollbackForgetsPathsAndTheKindsOfTheirLayers) {
+  PathSet paths;
   const size_t empty = paths.mark();
   paths.add({at("0"), key("x")});
   paths.rollback(empty);
   paths.add({key("a"), at("0")});  // the root takes strings now
   const size_t mark = paths.mark();
-  paths.add_plain("b");
+  paths.add({key("b")});
   paths.add({key("a"), at("1"), key("deep"), key("er")});
   paths.rollback(mark);
-  paths.add_plain("b");
+  paths.add({key("b")});
   paths.add({key("a"), at("1"), at("0")});  // another kind below a[1] than before
   expect_error(Errc::malformed, [&] { paths.add({key("a"), at("0")}); });
 }
 
-TEST(PathRegistry, SurvivesGrowthBetweenMarks) {
-  PathRegistry paths;
+TEST(PathSet, SurvivesGrowthBetweenMarks) {
+  PathSet paths;
   const auto name = [](int i) { return "layer." + std::to_string(i) + ".weight"; };
-  for (int i = 0; i < 100; ++i) paths.add_plain(name(i));
+  for (int i = 0; i < 100; ++i) paths.add({key(name(i))});
   const size_t mark = paths.mark();
-  for (int i = 100; i < 5000; ++i) paths.add_plain(name(i));
+  for (int i = 100; i < 5000; ++i) paths.add({key(name(i))});
   paths.rollback(mark);
-  for (int i = 0; i < 100; ++i) expect_error(Errc::malformed, [&] { paths.add_plain(name(i)); });
-  for (int i = 100; i < 5000; ++i) paths.add_plain(name(i));
-  for (int i = 0; i < 5000; ++i) expect_error(Errc::malformed, [&] { paths.add_plain(name(i)); });
+  for (int i = 0; i < 100; ++i) expect_error(Errc::malformed, [&] { paths.add({key(name(i))}); });
+  for (int i = 100; i < 5000; ++i) paths.add({key(name(i))});
+  for (int i = 0; i < 5000; ++i) expect_error(Errc::malformed, [&] { paths.add({key(name(i))}); });
 }
 
-TEST(PathRegistry, AgreesWithAPlainListOfPaths) {
+TEST(PathSet, PlainNamesAreCheckedByThemselves) {
+  using Names = std::vector<std::string_view>;
+  EXPECT_NO_THROW(check_paths(Names{}));
+  EXPECT_NO_THROW(check_paths(Names{"b", "a", "a.b", "0"}));
+  const std::string told =
+      expect_error(Errc::malformed, [] { check_paths(Names{"b", "a", "c", "a"}); });
+  EXPECT_NE(told.find("'a' occurs twice"), std::string::npos) << told;
+  expect_error(Errc::malformed, [] { check_paths(Names{"a", ""}); });
+  expect_error(Errc::malformed, [] { check_paths(Names{"a", "\xff"}); });
+}
+
+TEST(PathSet, AgreesWithAPlainListOfPathsInEveryOrder) {
   // The oracle compares each new path with all earlier ones.
   const auto fits = [](const std::vector<TensorPath>& all, const TensorPath& path) {
     for (const TensorPath& other : all) {
@@ -295,7 +306,7 @@ TEST(PathRegistry, AgreesWithAPlainListOfPaths) {
   };
   std::mt19937 generator(3);
   for (int round = 0; round < 300; ++round) {
-    PathRegistry paths;
+    PathSet paths;
     std::vector<TensorPath> all;
     std::vector<size_t> marks;  // marks[n]: registry mark when n paths were in
     for (int step = 0; step < 40; ++step) {
@@ -311,11 +322,16 @@ TEST(PathRegistry, AgreesWithAPlainListOfPaths) {
         path.push_back(generator() % 4 == 0 ? at(text) : key(text));
       }
       const size_t mark = paths.mark();
+      std::vector<std::string> stored{encode_name(path)};
+      for (const TensorPath& other : all) stored.push_back(encode_name(other));
+      const std::vector<std::string_view> names(stored.begin(), stored.end());
       if (fits(all, path)) {
+        ASSERT_NO_THROW(check_paths(names));
         ASSERT_NO_THROW(paths.add(path));
         all.push_back(path);
         marks.push_back(mark);
       } else {
+        ASSERT_THROW(check_paths(names), Error);
         ASSERT_THROW(paths.add(path), Error);
         ASSERT_EQ(paths.mark(), mark);
       }
