@@ -6,8 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
-#include <string_view>
 
 namespace tensorizer::format {
 
@@ -15,7 +13,7 @@ inline constexpr uint64_t kPrologueNbytes = 73;
 inline constexpr std::array<std::byte, 5> kMagic = {
     std::byte{0x7C}, std::byte{0x54}, std::byte{0x5A}, std::byte{0x52}, std::byte{0x7C}};
 
-// Data versions and what first needed them.
+// Data versions, named after the feature that first needed them.
 inline constexpr uint32_t kVersionPlain = 1;
 inline constexpr uint32_t kVersionOpaque = 2;
 inline constexpr uint32_t kVersionEncrypted = 3;
@@ -44,23 +42,17 @@ struct Prologue {
   }
 };
 
-// What the reader was asked to do about encryption; decides which of two equally true errors is
-// reported.
+// Whether the caller gave a key; decides which of two equally true errors is reported.
 enum class KeyGiven : bool { no, yes };
 
 // Reads the prologue from the first bytes of a container (fewer than kPrologueNbytes when the
 // source is shorter). `origin` is their position in the source. Checks in this order: magic;
 // version; length; unknown flags; encryption against `key`; flag bit 1 against the version
 // (format.md 2.2). Throws Error: malformed (not a tensors file, bad flags), unsupported (version),
-// truncated, crypto (key given for a plain file, or none for an encrypted one).
+// truncated, crypto (a key for a plain file, or no key for an encrypted one).
 Prologue parse_prologue(std::span<const std::byte> bytes, uint64_t origin, KeyGiven key);
 
 // The 73 bytes of `prologue`.
 std::array<std::byte, kPrologueNbytes> serialize_prologue(const Prologue& prologue);
-
-// What the first bytes of a file that is neither .tensors nor safetensors look like, and what to do
-// about it, as the end of a sentence; empty where they look like nothing known. Any number of bytes
-// will do.
-std::string_view foreign_format(std::span<const std::byte> head) noexcept;
 
 }  // namespace tensorizer::format

@@ -37,8 +37,8 @@ std::optional<uint64_t> safetensors_header_nbytes(std::span<const std::byte> hea
 void check_safetensors_length(uint64_t header_nbytes, uint64_t start, uint64_t source_nbytes);
 
 // Parses `header` (owned from now on), which follows the length at `start`. `source_nbytes`, or
-// UINT64_MAX where nobody knows, must be where the last payload ends. Throws Error: malformed,
-// truncated. Types that nobody knows, or that no tensor has, get an empty `dtype`.
+// UINT64_MAX if unknown, must be the end of the last payload. Throws Error: malformed,
+// truncated. Unknown types, and types that torch has no dtype for, get an empty `dtype`.
 SafetensorsHeader parse_safetensors(std::vector<std::byte> header, uint64_t start,
                                     uint64_t source_nbytes);
 
@@ -83,12 +83,12 @@ enum class Container : uint8_t {
   safetensors,  // a header length and JSON, then payloads
 };
 
-// Bytes that decide, and that say what a git-lfs pointer stands for.
-inline constexpr uint64_t kContainerHeadNbytes = 512;
+// Bytes that decide: a header length and the brace behind it.
+inline constexpr uint64_t kContainerHeadNbytes = kSafetensorsLengthNbytes + 1;
 
 // `head` begins at `origin` of the source and holds kContainerHeadNbytes, or all there are. Throws
-// Error: malformed (a git-lfs pointer, which the message describes), truncated (too short to be
-// either). What is neither is said to be `tensors`: parsing its prologue says what is wrong.
+// Error(truncated) if it is too short to be either. A file that is neither counts as `tensors`:
+// parsing its prologue says what is wrong.
 Container detect_container(std::span<const std::byte> head, uint64_t origin);
 
 }  // namespace tensorizer::format

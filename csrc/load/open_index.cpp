@@ -1,10 +1,8 @@
 #include "load/open_index.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "core/error.h"
@@ -18,23 +16,14 @@ namespace {
 // nothing confirms, fewer are read.
 constexpr uint64_t kMaxIndexNbytes = uint64_t{1} << 30;
 constexpr uint64_t kMaxUnsizedIndexNbytes = uint64_t{64} << 20;
-// A header length and the brace behind it: all that tells the containers apart.
-constexpr uint64_t kShortestHead = format::kSafetensorsLengthNbytes + 1;
 constexpr uint64_t kLongestFirstRead = uint64_t{1} << 20;
 
 // Bytes to ask for first: all that decides, and where requests cost much, most indexes too.
 uint64_t first_read_nbytes(const io::SourceTraits& traits, bool sized) noexcept {
   // Bytes of a stream cannot be read again, and the stream may end behind them.
-  if (traits.sequential || !sized) return kShortestHead;
-  if (traits.gap_nbytes == 0) return format::kPrologueNbytes;
-  if (traits.gap_nbytes <= kCheapRequestNbytes) return format::kContainerHeadNbytes;
+  if (traits.sequential || !sized) return format::kContainerHeadNbytes;
+  if (traits.gap_nbytes <= kCheapRequestNbytes) return format::kPrologueNbytes;
   return std::min(traits.gap_nbytes, kLongestFirstRead);
-}
-
-bool may_be_pointer(std::span<const std::byte> head) noexcept {
-  constexpr std::string_view kStart = "version ";
-  return head.size() >= kStart.size() &&
-         std::memcmp(head.data(), kStart.data(), kStart.size()) == 0;
 }
 
 // Reads until the head has `nbytes`, or all there are.
@@ -137,8 +126,6 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
     head.start = start;
     const bool sized = source.size().has_value();
     read_on(source, head, first_read_nbytes(source.traits(), sized), source_nbytes, stop);
-    if (may_be_pointer(head.bytes))
-      read_on(source, head, format::kContainerHeadNbytes, source_nbytes, stop);
     head.container = format::detect_container(head.bytes, start);
     if (head.container == format::Container::tensors) {
       read_on(source, head, format::kPrologueNbytes, source_nbytes, stop);

@@ -13,6 +13,19 @@ HEAD_NBYTES = 1024
 
 # What configurations of models have, of transformers and of diffusers.
 _CONFIGURATION = re.compile(r'"(model_type|architectures|_class_name)"')
+_PICKLED = ": read it with torch.load and write it with TensorSerializer"
+# What binary files begin with, what they are, and what to do about them.
+_BINARY = (
+    (
+        b"GGUF",
+        "a GGUF file",
+        ", the format of llama.cpp, which is not read here: take the .safetensors files of the model",
+    ),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it", _PICKLED),
+    # Before torch.save wrote archives, its files began with a pickled magic number.
+    (b"\x80\x02\x8a\x0al\xfc\x9cF", "a file of an old torch.save", _PICKLED),
+    (b"\x1f\x8b", "compressed with gzip", ": unpack it first; a server must send it as it is"),
+)
 
 # Whole messages of servers are shown up to this length.
 _MESSAGE_LENGTH = 200
@@ -30,10 +43,9 @@ class ForeignKind(NamedTuple):
 
 def foreign_kind(head: bytes) -> Optional[ForeignKind]:
     """What a file begins as, where that is known and no format of ours. Quotes of it an error message only."""
-    if head.startswith(b"GGUF"):
-        return ForeignKind(
-            "a GGUF file", ", the format of llama.cpp, which is not read here: take the .safetensors files of the model"
-        )
+    for begin, name, advice in _BINARY:
+        if head.startswith(begin):
+            return ForeignKind(name, advice)
     try:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -44,7 +56,9 @@ def foreign_kind(head: bytes) -> Optional[ForeignKind]:
     if not text or re.search(r"[^\s\x20-\x7e\x80-\U0010ffff]", text):
         return None
     if text.startswith("version https://git-lfs"):
-        return ForeignKind("a git-lfs pointer", ", not the file (git lfs pull fetches it)")
+        oid, size = (re.search(rf"^{key} (\S+)", text, re.MULTILINE) for key in ("oid", "size"))
+        of = f": it stands for {oid[1]} of {size[1]} bytes" if oid and size else ""
+        return ForeignKind("a git-lfs pointer", f", not the file{of} (git lfs pull fetches it)")
     if text.startswith("# xet version") or _is_xet_json(text):
         return ForeignKind("a Xet pointer", ", not the file: download it with huggingface_hub or git xet")
     if re.match(r"<!doctype html|<html", text, re.IGNORECASE):
