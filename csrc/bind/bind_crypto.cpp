@@ -51,18 +51,18 @@ bool sodium_available() {
 std::pair<py::bytes, py::bytes> seal(const py::object& plain, const py::object& nonce,
                                      const SharedKey& key) {
   const BytesView plain_view(plain), nonce_view(nonce);
-  const auto nonce_bytes = exactly<crypto::kNonceNbytes>(nonce_view.bytes(), "nonce");
-  py::bytes cipher = new_bytes(plain_view.bytes().size()), mac = new_bytes(crypto::kMacNbytes);
-  crypto::seal(contents(cipher), contents(mac).first<crypto::kMacNbytes>(), plain_view.bytes(),
-               nonce_bytes, *key);
+  const auto nonce_bytes = exactly<kNonceNbytes>(nonce_view.bytes(), "nonce");
+  py::bytes cipher = new_bytes(plain_view.bytes().size()), mac = new_bytes(kMacNbytes);
+  crypto::seal(contents(cipher), contents(mac).first<kMacNbytes>(), plain_view.bytes(), nonce_bytes,
+               *key);
   return {cipher, mac};
 }
 
 std::optional<py::bytes> open(const py::object& cipher, const py::object& mac,
                               const py::object& nonce, const SharedKey& key) {
   const BytesView cipher_view(cipher), mac_view(mac), nonce_view(nonce);
-  const auto mac_bytes = exactly<crypto::kMacNbytes>(mac_view.bytes(), "MAC");
-  const auto nonce_bytes = exactly<crypto::kNonceNbytes>(nonce_view.bytes(), "nonce");
+  const auto mac_bytes = exactly<kMacNbytes>(mac_view.bytes(), "MAC");
+  const auto nonce_bytes = exactly<kNonceNbytes>(nonce_view.bytes(), "nonce");
   py::bytes plain = new_bytes(cipher_view.bytes().size());
   if (!crypto::open(contents(plain), cipher_view.bytes(), mac_bytes, nonce_bytes, *key)) return {};
   return plain;
@@ -70,7 +70,7 @@ std::optional<py::bytes> open(const py::object& cipher, const py::object& mac,
 
 py::bytes nonce_plus(const py::object& nonce, uint64_t n) {
   const BytesView view(nonce);
-  return to_bytes(crypto::nonce_plus(exactly<crypto::kNonceNbytes>(view.bytes(), "nonce"), n));
+  return to_bytes(crypto::nonce_plus(exactly<kNonceNbytes>(view.bytes(), "nonce"), n));
 }
 
 // The presets of the libsodium that is loaded, to be compared with the enums of

@@ -13,12 +13,10 @@
 #include <string_view>
 #include <vector>
 
+#include "core/format_sizes.h"
 #include "crypto/secret_key.h"
 
 namespace tensorizer::crypto {
-
-inline constexpr size_t kNonceNbytes = 24;
-inline constexpr size_t kMacNbytes = 16;
 
 using NonceView = std::span<const std::byte, kNonceNbytes>;
 

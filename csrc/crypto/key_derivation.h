@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <span>
 
+#include "core/format_sizes.h"
 #include "crypto/secret_key.h"
 
 namespace tensorizer::crypto {
 
 inline constexpr int32_t kArgon2id13 = 2;
-inline constexpr size_t kSaltNbytes = 16;
 
 // What libsodium accepts at all; the named presets are in tensorizer/encryption.py.
 inline constexpr uint64_t kMinOpslimit = 1;

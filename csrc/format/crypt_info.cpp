@@ -15,7 +15,6 @@ constexpr uint16_t kParallelChunk = 2;
 constexpr uint16_t kSequentialChunk = 3;
 constexpr uint16_t kPwhashMethod = 1;
 
-constexpr uint64_t kMinChunkNbytes = 1024;
 constexpr uint64_t kChunkNbytesStep = 64;
 
 // Bytes of a chunk behind its length, salt or MACs included.
@@ -137,7 +136,7 @@ CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin) {
   for (uint16_t i = 0; i < count; ++i) {
     const auto nbytes = cursor.read_le<uint64_t>("chunk length");
     const uint64_t at = cursor.offset();
-    // Bytes behind the fields of a chunk, and behind the last chunk, are nobody's.
+    // Bytes behind the fields of a chunk, and behind the last chunk, are ignored.
     ByteCursor chunk(cursor.take(nbytes, "chunk"), "crypt_info chunk", at);
     parse_chunk(chunk, info);
   }

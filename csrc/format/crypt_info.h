@@ -12,13 +12,9 @@
 
 #include "core/byte_cursor.h"
 #include "core/byte_writer.h"
+#include "core/format_sizes.h"
 
 namespace tensorizer::format {
-
-inline constexpr uint64_t kCipherChunkNbytes = uint64_t{2} << 20;
-inline constexpr size_t kMacNbytes = 16;
-inline constexpr size_t kNonceNbytes = 24;
-inline constexpr size_t kSaltNbytes = 16;
 
 using Nonce = std::array<std::byte, kNonceNbytes>;
 

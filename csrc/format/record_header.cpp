@@ -15,7 +15,6 @@ constexpr uint64_t kMaxPaddingNbytes = uint64_t{1} << 20;
 constexpr uint64_t kMaxBlockNbytes =
     65535;                                // limit of u16 lengths: of a name, a hash block, a salt
 constexpr uint64_t kMaxDerivations = 16;  // far more than the one that is legal
-constexpr uint64_t kSmallestChunkNbytes = 1024;
 
 [[noreturn]] void fail_header(const IndexEntry& entry, const std::string& problem) {
   throw Error(Errc::malformed,
@@ -136,7 +135,7 @@ uint64_t max_record_header_nbytes(const IndexEntry& entry, bool has_crypt_info) 
                     entry.shape.size() * sizeof(uint64_t) + kMaxBlockNbytes + kMaxPaddingNbytes;
   if (!has_crypt_info) return nbytes;
   nbytes += kMaxDerivations * (kFixedNbytes + kMaxBlockNbytes) + kFixedNbytes + kNonceNbytes;
-  return nbytes + (entry.data_nbytes / kSmallestChunkNbytes + 1) * kMacNbytes;
+  return nbytes + (entry.data_nbytes / kMinChunkNbytes + 1) * kMacNbytes;
 }
 
 std::vector<StoredHash> parse_hash_block(std::span<const std::byte> block, uint64_t origin) {

@@ -20,7 +20,7 @@ bool device_opens(uint64_t address, uint64_t nbytes) noexcept {
 }
 
 void describe_chunk(device::ChunkToOpen& chunk, const std::byte* address, uint64_t nbytes,
-                    std::span<const std::byte, crypto::kMacNbytes> mac, crypto::NonceView nonce,
+                    std::span<const std::byte, kMacNbytes> mac, crypto::NonceView nonce,
                     const crypto::SecretKey& key) noexcept {
   const auto* const nonce_bytes = reinterpret_cast<const uint8_t*>(nonce.data());
   uint8_t subkey[sizeof chunk.subkey];

@@ -18,7 +18,7 @@ bool device_opens(uint64_t address, uint64_t nbytes) noexcept;
 // caller's to count. What it holds opens this chunk alone; it is as secret as the chunk's
 // plaintext: to be wiped when the device has read it. REQUIRES: device_opens().
 void describe_chunk(device::ChunkToOpen& chunk, const std::byte* address, uint64_t nbytes,
-                    std::span<const std::byte, crypto::kMacNbytes> mac, crypto::NonceView nonce,
+                    std::span<const std::byte, kMacNbytes> mac, crypto::NonceView nonce,
                     const crypto::SecretKey& key) noexcept;
 
 }  // namespace tensorizer::load

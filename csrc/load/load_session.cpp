@@ -129,7 +129,7 @@ uint64_t LoadSession::unit_nbytes() const {
   // A unit for a device fills a buffer, whose chunks are opened a few at a time.
   const bool in_cache = engine == nullptr || job_.options.parts;
   if (in_cache && job_.has_crypt_info() && traits.gap_nbytes <= kCheapRequestNbytes)
-    return format::kCipherChunkNbytes;
+    return kCipherChunkNbytes;
   return engine ? std::min(traits.unit_nbytes, engine->buffer_nbytes()) : traits.unit_nbytes;
 }
 
@@ -147,7 +147,7 @@ LoadPlan LoadSession::plan_whole() const {
   PlanOptions plan;
   plan.unit_nbytes = unit_nbytes();
   plan.gap_nbytes = traits.gap_nbytes;
-  if (job_.has_crypt_info()) plan.cut_nbytes = format::kCipherChunkNbytes;
+  if (job_.has_crypt_info()) plan.cut_nbytes = kCipherChunkNbytes;
   if (options.engine != nullptr) {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
     fills_lanes = fills_lanes && workers > 1 && lanes >= digest::kManyLanes;

@@ -226,8 +226,8 @@ class Worker final : public LoadWorker {
   // Of a unit that is read to the buffer bit by bit: all up to there.
   void read_up_to(const Unit& unit, uint64_t end) {
     while (in_buffer_ < end) {
-      const uint64_t n = std::min(std::max(end - in_buffer_, format::kCipherChunkNbytes),
-                                  unit.nbytes - in_buffer_);
+      const uint64_t n =
+          std::min(std::max(end - in_buffer_, kCipherChunkNbytes), unit.nbytes - in_buffer_);
       job_.source.read_at(unit.offset + in_buffer_, buffer_.subspan(unit_begin_ + in_buffer_, n),
                           stop_);
       in_buffer_ += n;
@@ -338,8 +338,7 @@ class Worker final : public LoadWorker {
   void open_piece(const Unit& unit, const Piece& piece, const std::byte* stored, std::byte* place) {
     chunks_ = chunks_for_device(piece);
     const uint64_t chunk_nbytes = job_.cipher->chunk_nbytes(piece.target);
-    const uint64_t step =
-        std::max(chunk_nbytes, align_down(format::kCipherChunkNbytes, chunk_nbytes));
+    const uint64_t step = std::max(chunk_nbytes, align_down(kCipherChunkNbytes, chunk_nbytes));
     for (uint64_t done = 0; done < piece.nbytes;) {
       const uint64_t n = copier_ ? std::min(step, piece.nbytes - done) : piece.nbytes;
       if (copier_) read_up_to(unit, piece.unit_offset + done + n);

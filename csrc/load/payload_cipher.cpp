@@ -31,8 +31,7 @@ void PayloadCipher::accept(uint32_t target, const format::RecordHeader& header, 
   state->nonce = header.crypt->cipher->nonce;
   state->macs.assign(header.crypt->cipher->macs.begin(), header.crypt->cipher->macs.end());
   // Pieces are cut at multiples of the usual chunk.
-  state->straddles =
-      steps > 1 && (header.data_nbytes <= chunk || format::kCipherChunkNbytes % chunk != 0);
+  state->straddles = steps > 1 && (header.data_nbytes <= chunk || kCipherChunkNbytes % chunk != 0);
   targets_[target] = std::move(state);
 }
 
@@ -52,7 +51,7 @@ void PayloadCipher::open(uint32_t target, uint64_t offset, std::span<const std::
   for (uint64_t done = 0; done < cipher.size(); ++chunk) {
     const uint64_t n = std::min<uint64_t>(state.chunk_nbytes, cipher.size() - done);
     const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), chunk);
-    const auto mac = macs.subspan(chunk * crypto::kMacNbytes).first<crypto::kMacNbytes>();
+    const auto mac = macs.subspan(chunk * kMacNbytes).first<kMacNbytes>();
     if (!crypto::open({plain + done, n}, cipher.subspan(done, n), mac, nonce, *state.key))
       refuse(target, chunk);
     done += n;
@@ -77,9 +76,8 @@ void PayloadCipher::describe(uint32_t target, uint64_t offset, uint64_t nbytes,
   uint64_t chunk = offset / state.chunk_nbytes;
   size_t i = 0;
   for (uint64_t done = 0; done < nbytes; done += state.chunk_nbytes, ++chunk) {
-    const auto mac = std::span<const std::byte>(state.macs)
-                         .subspan(chunk * crypto::kMacNbytes)
-                         .first<crypto::kMacNbytes>();
+    const auto mac =
+        std::span<const std::byte>(state.macs).subspan(chunk * kMacNbytes).first<kMacNbytes>();
     const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), chunk);
     describe_chunk(room[i++], address + done, std::min(state.chunk_nbytes, nbytes - done), mac,
                    nonce, *state.key);
@@ -87,7 +85,7 @@ void PayloadCipher::describe(uint32_t target, uint64_t offset, uint64_t nbytes,
 }
 
 void PayloadCipher::refuse(uint32_t target, uint64_t chunk) const {
-  const uint64_t total = std::max<uint64_t>(targets_[target]->macs.size() / crypto::kMacNbytes, 1);
+  const uint64_t total = std::max<uint64_t>(targets_[target]->macs.size() / kMacNbytes, 1);
   throw Error(Errc::crypto, "chunk " + std::to_string(chunk + 1) + " of " + std::to_string(total) +
                                 " does not match its authentication code: wrong key, or the file "
                                 "was altered");

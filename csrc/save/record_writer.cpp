@@ -25,7 +25,7 @@ using digest::RecordDigester;
 constexpr size_t kUnitRecords = 512;
 // What is encrypted from host memory is copied chunk by chunk, so that cipher and sink find it in
 // the processor's cache; several, so that a worker has steps of two tensors to hash.
-constexpr uint64_t kHostBufferNbytes = format::kCipherChunkNbytes;
+constexpr uint64_t kHostBufferNbytes = kCipherChunkNbytes;
 constexpr size_t kHostBuffers = 8;
 
 // Whole small records that are neighbours, or one step of a large one.
@@ -323,20 +323,20 @@ class Worker final : public UnitWorker {
 
   template <class Fn>
   void for_each_chunk(std::span<const std::byte> plain, Fn&& fn) const {
-    for (uint64_t done = 0; done < plain.size(); done += format::kCipherChunkNbytes) {
+    for (uint64_t done = 0; done < plain.size(); done += kCipherChunkNbytes) {
       throw_if_stopped(stop_);
-      fn(done, plain.subspan(done, std::min(format::kCipherChunkNbytes, plain.size() - done)));
+      fn(done, plain.subspan(done, std::min(kCipherChunkNbytes, plain.size() - done)));
     }
   }
 
   // The chunk at `offset` of the record's payload; its MAC goes to the header.
   void seal_chunk(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain,
                   std::span<std::byte> cipher) const noexcept {
-    const uint64_t chunk = offset / format::kCipherChunkNbytes;
+    const uint64_t chunk = offset / kCipherChunkNbytes;
     const auto nonce = crypto::nonce_plus(crypto::NonceView(record.nonce), chunk);
     const auto mac = std::span(record.header.bytes)
-                         .subspan(record.header.macs_at + chunk * crypto::kMacNbytes)
-                         .first<crypto::kMacNbytes>();
+                         .subspan(record.header.macs_at + chunk * kMacNbytes)
+                         .first<kMacNbytes>();
     crypto::seal(cipher, mac, plain, nonce, *job_.key);
   }
 
@@ -365,10 +365,10 @@ class Worker final : public UnitWorker {
 void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::stop_token& stop) {
   uint64_t unit_nbytes = kUnitNbytes;
   if (job.is_staged())
-    unit_nbytes = job.engine == nullptr
-                      ? kHostBufferNbytes
-                      : std::min(unit_nbytes, align_down(job.engine->buffer_nbytes(),
-                                                         format::kCipherChunkNbytes));
+    unit_nbytes =
+        job.engine == nullptr
+            ? kHostBufferNbytes
+            : std::min(unit_nbytes, align_down(job.engine->buffer_nbytes(), kCipherChunkNbytes));
   Plan plan = cut(job.records, job.payloads, unit_nbytes);
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;

@@ -35,8 +35,8 @@ PlannedRecord plan_record(const TensorToWrite& tensor, uint64_t offset, const Pl
   record.encrypted = choice.encrypted && tensor.data_nbytes > 0;
   std::vector<std::byte> crypt_info;
   if (record.encrypted) {
-    crypt_info = format::serialize_crypt_info(
-        choice.derivation, nonce, ceil_div(tensor.data_nbytes, format::kCipherChunkNbytes));
+    crypt_info = format::serialize_crypt_info(choice.derivation, nonce,
+                                              ceil_div(tensor.data_nbytes, kCipherChunkNbytes));
   } else if (choice.encrypted) {
     crypt_info = format::serialize_empty_crypt_info();
   }

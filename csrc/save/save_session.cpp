@@ -466,7 +466,7 @@ std::vector<std::byte> SaveSession::seal_metadata() {
   if (!options_.key || metadata_.empty()) return {};
   const std::vector<std::byte> plain = format::serialize_metadata(annex_with({}).metadata);
   std::vector<std::byte> cipher(plain.size());
-  std::array<std::byte, format::kMacNbytes> mac;
+  std::array<std::byte, kMacNbytes> mac;
   const format::Nonce nonce = draw_nonce();
   crypto::seal(cipher, mac, plain, crypto::NonceView(nonce), *options_.key);
   std::vector<std::byte> sealed =

@@ -110,10 +110,10 @@ format::Annex open_sealed(const OpenedIndex& opened, KeyRing& keys) {
   const auto nbytes = cursor.read_le<uint64_t>("crypt_info length");
   const format::CryptInfo info = format::parse_crypt_info(cursor.take(nbytes, "crypt_info"), 0);
   const auto cipher = cursor.take(cursor.remaining(), "ciphertext");
-  if (!info.cipher || info.cipher->macs.size() != crypto::kMacNbytes)
+  if (!info.cipher || info.cipher->macs.size() != kMacNbytes)
     throw Error(Errc::crypto, "sealed metadata: wanted one message with one authentication code");
   std::vector<std::byte> plain(cipher.size());
-  const auto mac = info.cipher->macs.first<crypto::kMacNbytes>();
+  const auto mac = info.cipher->macs.first<kMacNbytes>();
   if (!crypto::open(plain, cipher, mac, crypto::NonceView(info.cipher->nonce),
                     *load::key_of(opened, keys, info)))
     throw Error(

@@ -61,7 +61,7 @@ Bytes write_vector(bool encrypted, Bytes* annex_out) {
                     layout.bytes.begin() + static_cast<long>(layout.sha256_at));
   Bytes stored = payload;
   if (encrypted) {
-    std::array<std::byte, crypto::kMacNbytes> mac;
+    std::array<std::byte, kMacNbytes> mac;
     crypto::seal(stored, mac, payload, crypto::NonceView(vector_nonce()), vector_key());
     EXPECT_EQ(to_hex(mac), "049ff52c77085c37e88d63dd60d02b05");
     EXPECT_EQ(to_hex(stored), "d276c37757c26507");

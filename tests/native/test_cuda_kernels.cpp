@@ -102,8 +102,8 @@ class CudaKernels : public FakeDriverTest {
   void describe(ChunkToOpen& chunk, size_t i) const {
     const Message& message = messages_[i];
     load::describe_chunk(chunk, memory_.data() + i * kChunk, message.cipher.size(),
-                         std::as_bytes(std::span(message.mac)).first<crypto::kMacNbytes>(),
-                         std::as_bytes(std::span(message.nonce)).first<crypto::kNonceNbytes>(),
+                         std::as_bytes(std::span(message.mac)).first<kMacNbytes>(),
+                         std::as_bytes(std::span(message.nonce)).first<kNonceNbytes>(),
                          crypto::SecretKey(std::as_bytes(std::span(message.key))));
   }
 };

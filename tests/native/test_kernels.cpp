@@ -91,9 +91,8 @@ class Launch {
     ChunkToOpen chunk;
     const crypto::SecretKey key(std::as_bytes(std::span(message.key)));
     load::describe_chunk(chunk, memory_.back().data(), message.cipher.size(),
-                         std::as_bytes(std::span(message.mac)).first<crypto::kMacNbytes>(),
-                         std::as_bytes(std::span(message.nonce)).first<crypto::kNonceNbytes>(),
-                         key);
+                         std::as_bytes(std::span(message.mac)).first<kMacNbytes>(),
+                         std::as_bytes(std::span(message.nonce)).first<kNonceNbytes>(), key);
     return add(chunk);
   }
 
@@ -215,7 +214,7 @@ TEST(Kernels, RefuseWhatWasChangedAndOpenItsNeighbours) {
                              const ChunkToOpen& chunk) {
     load::describe_chunk(foreign, reinterpret_cast<std::byte*>(chunk.address), kNbytes,
                          std::as_bytes(std::span(chunk.mac)),
-                         std::as_bytes(std::span(nonce)).first<crypto::kNonceNbytes>(),
+                         std::as_bytes(std::span(nonce)).first<kNonceNbytes>(),
                          crypto::SecretKey(std::as_bytes(std::span(key))));
     foreign.first_segment = chunk.first_segment;
   };

@@ -409,7 +409,7 @@ TEST(Sessions, ASaveThatCopiesDealsLargeTensorsInTurn) {
     write_call(session, tensors, false, encrypted ? nullptr : &engine);
     ASSERT_GT(places.size(), 4U);
     // Two of them step by step, so that one thread can hash both side by side.
-    const uint64_t step = encrypted ? format::kCipherChunkNbytes : kUnit;
+    const uint64_t step = encrypted ? kCipherChunkNbytes : kUnit;
     EXPECT_GT(places[1], places[0] + 2 * kUnit);
     EXPECT_EQ(places[2], places[0] + step);
     EXPECT_EQ(places[3], places[1] + step);
