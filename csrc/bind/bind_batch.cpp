@@ -60,7 +60,7 @@ class LoadBatch {
     }
   }
 
-  // Parts of tensors: what stands between the brackets of tensor[...], one index per entry.
+  // Parts of tensors: one index per entry, as in tensor[...].
   static std::unique_ptr<LoadBatch> of_parts(std::shared_ptr<io::RangeSource> source,
                                              std::shared_ptr<OpenedIndex> opened,
                                              const std::vector<uint32_t>& entries,

@@ -18,7 +18,7 @@ using io::CacheFolder;
 using io::CacheLimits;
 using io::CacheSource;
 
-// The names of folders and what is in about.json are whatever somebody put there.
+// The names of folders and the content of about.json can be anything.
 py::list versions(const CacheFolder& folder, const std::string& location) {
   py::list result;
   for (const auto& [version, about] : folder.versions(location))

@@ -74,7 +74,7 @@ void register_file(py::module_& m) {
       },
       py::arg("fd"), py::arg("access"), py::arg("name"));
   using Unlocked =
-      py::call_guard<InterpreterUnlock>;  // what a program serves may be of this process
+      py::call_guard<InterpreterUnlock>;  // a FUSE file system may be served by this process
   m.def("is_mount_point", &io::is_mount_point, py::arg("path"), Unlocked());
   m.def(
       "folder_traits",

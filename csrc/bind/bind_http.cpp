@@ -16,7 +16,7 @@ namespace {
 using io::HttpOptions;
 using io::HttpSource;
 
-// What get(options) refers to; milliseconds are seconds in Python.
+// The values for get(options); milliseconds are seconds in Python.
 template <class Get>
 void property(py::class_<HttpOptions>& c, const char* name, Get get) {
   using Value = std::remove_cvref_t<decltype(get(std::declval<HttpOptions&>()))>;

@@ -1,5 +1,5 @@
 // Sources and sinks as Python sees them: opaque handles, with plain reads and writes, and the
-// digests of what they and memory hold.
+// digests of their content and of memory.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

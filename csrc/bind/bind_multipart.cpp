@@ -66,7 +66,7 @@ class PythonTransport final : public io::MultipartTransport {
   py::handle upload() const noexcept { return upload_.get(); }
 
   // Status 200 alone is no proof: a gateway or a login page answers so, too, and stores nothing.
-  // Stores repeat an ETag in XML, so that one of other bytes than text is none of theirs.
+  // Stores repeat an ETag in XML, so an ETag that is not text did not come from them.
   std::string etag_of(const io::ResponseHead& response, const std::string& answer) const {
     const auto etag = io::find_field(response.headers, "etag");
     const auto is_text = [](char c) { return c > ' ' && c <= '~'; };

@@ -1,4 +1,4 @@
-// What is written in front of the payloads of a .safetensors file, and its names of dtypes.
+// The header of a .safetensors file, and its names of dtypes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,5 +1,5 @@
-// Which releases of other libraries this module runs with: what a wheel holds, or what the system
-// has.
+// The releases of other libraries that this module runs with: those in a wheel, or those that the
+// system has.
 #include <curl/curl.h>
 #include <hiredis/hiredis.h>
 #include <isa-l.h>

@@ -1,4 +1,4 @@
-// One register function per binding file, which module.cpp calls, and what several of them need.
+// One register function per binding file, which module.cpp calls, and helpers of several of them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -77,7 +77,7 @@ inline std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(std::llround(seconds * 1e3));
 }
 
-// What calls progress(nbytes_done()), where the caller of a binding wants to know.
+// Calls progress(nbytes_done()), if the caller of a binding passed `progress`.
 template <class NbytesDone>
 auto report_to(const pybind11::object& progress, NbytesDone nbytes_done) {
   return [&progress, nbytes_done] {

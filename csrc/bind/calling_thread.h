@@ -16,12 +16,12 @@
 
 namespace tensorizer::bind {
 
-// What the threads of one call ask of the thread that waits for it. Internally locked.
+// Requests of the threads of one call to the thread that waits for it. Internally locked.
 class CallingThread final : public Caller {
  public:
   enum class Event { finished, work, nothing };
 
-  // -- for the threads of the call; none of them holds the interpreter lock
+  // -- for the threads of the call, which do not hold the interpreter lock
 
   // Has `work` run with the interpreter lock held and waits for its end. Throws what it throws, and
   // Error(cancelled) once the caller does nothing more.
@@ -78,7 +78,8 @@ inline CallingThread* current_call() noexcept {
 }
 
 // fn() with the interpreter lock held: on the thread that waits for the call that this thread works
-// for, here where it works for none. REQUIRES: this thread does not hold a lock that fn takes.
+// for, or here if it does not work for another thread. REQUIRES: this thread does not hold a lock
+// that fn takes.
 template <class Fn>
 void on_calling_thread(Fn&& fn) {
   if (CallingThread* call = current_call()) return call->run(std::forward<Fn>(fn));

@@ -7,7 +7,7 @@
 
 namespace tensorizer::bind {
 
-// A forked child starts with none of the parent's work: the threads that would end it are not
+// A forked child does not continue the parent's work: the threads that would end it are not
 // there.
 ActiveWork& ActiveWork::instance() {
   static PerProcess<ActiveWork> work;

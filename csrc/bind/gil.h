@@ -75,8 +75,8 @@ class ActiveWork {
 };
 
 // Where work runs while its caller waits; also here where the system has no thread to give. `here`
-// is for what takes a few milliseconds at most:
-// nobody looks for Ctrl-C meanwhile, and no thread has to be woken.
+// is for work of a few milliseconds at most:
+// Ctrl-C is not looked for meanwhile, and no thread has to be woken.
 enum class Where { helper_thread, here };
 
 // Starts `work` on a thread that works for `calling` and tells it the end.
@@ -100,7 +100,7 @@ void spawn_for(CallingThread& calling, TaskGroup& group, const Work& work) {
 // asks of it (calling_thread.h) and looks for Ctrl-C every 50 ms. On a signal whose handler raises,
 // fn is asked to stop and joined before the exception leaves. on_poll() is called with the lock
 // held at every look and once at the end; what it raises ends the work like a signal. When the
-// interpreter exits meanwhile, this does not return: on_exit() undoes what the work left half done.
+// interpreter exits meanwhile, this does not return: on_exit() undoes work that was half done.
 // REQUIRES: the caller holds the lock. fn and on_exit must not touch Python objects without taking
 // it; on_exit must not throw.
 template <class Fn, class Poll, class Exit>
@@ -110,7 +110,7 @@ auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
   std::optional<std::conditional_t<kVoid, char, Result>> result;
   CallingThread calling;  // outlives the threads that work for it
   TaskGroup group;
-  std::exception_ptr interruption;  // what Python raised while waiting
+  std::exception_ptr interruption;  // the exception that Python raised while waiting
   auto next_look = std::chrono::steady_clock::now() + kSignalPollInterval;
   auto look = [&] {
     const InterpreterLock locked;
@@ -187,7 +187,7 @@ auto run_interruptible(Fn&& fn) {
   return run_interruptible(Where::helper_thread, std::forward<Fn>(fn));
 }
 
-// What a binding of object.method(stop_token) calls.
+// For a binding of object.method(stop_token).
 template <class Object, class Result>
 auto interruptible(Result (Object::*method)(const std::stop_token&)) {
   return [method](Object& object) {
@@ -205,7 +205,7 @@ inline std::shared_ptr<PyObject> keep_alive(py::object object) {
   });
 }
 
-// What Python has raised, as an Error that may be kept, rethrown any number of times and destroyed
+// The exception of Python as an Error that may be kept, rethrown any number of times and destroyed
 // anywhere. Back at the border it becomes the exception it was (errors.cpp).
 class PythonError : public Error {
  public:

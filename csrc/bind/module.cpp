@@ -1,4 +1,4 @@
-// tensorizer._C: a list of what each binding file registers.
+// tensorizer._C: calls the register function of each binding file.
 #include <pybind11/pybind11.h>
 
 #include "bind/bindings.h"
@@ -8,8 +8,8 @@
 namespace {
 
 // Loads of other threads must have ended before the interpreter frees what they use, and before the
-// driver is taken down by its own handlers. What is registered later runs earlier, so uploads and
-// caches that end at exit still can.
+// driver is taken down by its own handlers. Handlers that are registered later run earlier, so
+// uploads and caches that end at exit still can.
 void end_work_at_exit() {
   namespace py = pybind11;
   py::module_::import("atexit").attr("register")(py::cpp_function(

@@ -1,4 +1,4 @@
-// What stands between the brackets of tensor[...]: a box of the tensor and the shape of the result.
+// An index, as in tensor[...]: a box of the tensor and the shape of the result.
 #pragma once
 
 #include <pybind11/pybind11.h>

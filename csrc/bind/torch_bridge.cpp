@@ -10,7 +10,8 @@
 namespace tensorizer::bind {
 namespace {
 
-// What a DLPack capsule points to; shape and strides follow the struct in one allocation.
+// The struct that a DLPack capsule points to; shape and strides follow the struct in one
+// allocation.
 struct Export {
   DLManagedTensor managed;
   std::shared_ptr<void> owner;
@@ -47,7 +48,7 @@ Export* make_export(const TensorDtype& dtype, std::span<const uint64_t> shape,
   return exported;
 }
 
-// Called for capsules nobody consumed: a consumer renames the capsule.
+// Called for capsules that were not consumed: a consumer renames the capsule.
 void drop_capsule(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
   auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));

@@ -26,7 +26,7 @@ constexpr uint32_t multiply(uint32_t a, uint32_t b) noexcept {
   return product;
 }
 
-// kSquares[k] = x^(8 * 2^k): what 2^k appended bytes do to a CRC.
+// kSquares[k] = x^(8 * 2^k): 2^k appended bytes multiply a CRC by it.
 constexpr std::array<uint32_t, 64> kSquares = [] {
   std::array<uint32_t, 64> squares{};
   squares[0] = kOne >> 8;
@@ -60,8 +60,8 @@ void Sha256::absorb_blocks(const std::byte* data, size_t nblocks) noexcept {
   sha256_kernel_here().widths.back().absorb(&run, 1, nblocks);
 }
 
-// Counts `bytes`, completes a block begun earlier, and returns what is left. Something is left only
-// if no block is begun any more.
+// Counts `bytes`, completes a block begun earlier, and returns the remaining bytes. There are some
+// only if no block is begun any more.
 std::span<const std::byte> Sha256::top_up(std::span<const std::byte> bytes) noexcept {
   const size_t buffered = total_nbytes_ % kSha256BlockNbytes;
   total_nbytes_ += bytes.size();
@@ -72,7 +72,7 @@ std::span<const std::byte> Sha256::top_up(std::span<const std::byte> bytes) noex
   return bytes.subspan(taken);
 }
 
-// What top_up() left and is no whole block.
+// Keeps the bytes that top_up() returned and that are less than a block.
 void Sha256::keep_tail(std::span<const std::byte> bytes) noexcept {
   const auto tail = bytes.last(bytes.size() % kSha256BlockNbytes);
   std::copy(tail.begin(), tail.end(), buffer_.begin());

@@ -15,8 +15,8 @@ constexpr uint64_t kGatheredSteps = 32;
 
 }  // namespace
 
-// A record that comes in steps. `start` is written before `expected`, and then by whoever has taken
-// the next step; crcs[i] by whoever adds step i, before its bytes are listed.
+// A record that comes in steps. `start` is written before `expected`, and then by the thread that
+// has taken the next step; crcs[i] by the thread that adds step i, before its bytes are listed.
 struct RecordDigester::Chain {
   explicit Chain(uint32_t steps) : crcs(steps), bytes(steps), here(steps) {}
 
@@ -101,7 +101,7 @@ RecordDigester::Work RecordDigester::take(size_t most) {
   return work;
 }
 
-// Leaves as much to each of the others, who have nothing else to do.
+// Leaves as much to each of the other threads, which have nothing else to do.
 RecordDigester::Work RecordDigester::take_share() {
   const size_t share = ceil_div(ready_.size() + in_hand_, use_.workers);
   return take(std::min(std::max<size_t>(share, 2), ready_.size()));
@@ -125,7 +125,7 @@ void RecordDigester::hash(const Work& work) {
     --steps_left_;
     queue_if_ready(work.steps[i].record, chain);
   }
-  changed_.notify_all();  // whoever waits for one of these steps, or for the last of all
+  changed_.notify_all();  // wakes threads that wait for one of these steps, or for all
 }
 
 void RecordDigester::hash_and_complete(const Work& work) {

@@ -10,7 +10,7 @@
 //   - bytes that outlive the session (a tensor's own memory) need nothing more;
 //   - before a thread fills a buffer again it calls wait() for each step in it. wait() hashes other
 //     steps meanwhile. Threads cannot lock each other up as long as all of them take steps in one
-//     order, and none that has taken a step waits for anything but steps before it.
+//     order, and a thread that has taken a step waits only for steps before it.
 // A record that comes whole needs no state here: add_whole() ends it at once.
 #pragma once
 
@@ -28,7 +28,7 @@
 
 namespace tensorizer::digest {
 
-// What a record's hash input begins with, and which hashes of it are wanted.
+// The digests of a record's header, and the kinds of hashes that are wanted.
 struct RecordStart {
   HeaderDigest header;
   HashChoice wanted;
@@ -42,8 +42,8 @@ struct RecordDigests {
 
 class RecordDigester {
  public:
-  // Called once per record, by the thread that hashed the last of it, without a lock. What it
-  // throws leaves the method that was called; the record counts as unfinished for good.
+  // Called once per record, by the thread that hashed the last of it, without a lock. Its
+  // exceptions leave the method that was called; the record then stays unfinished.
   using Completed = std::function<void(uint32_t record, const RecordDigests& digests)>;
 
   // How the threads of one session use a digester.
@@ -51,8 +51,8 @@ class RecordDigester {
     unsigned workers = 1;
     // Bytes need not leave soon: help() lets steps gather, for more streams side by side.
     bool bytes_stay = false;
-    // Where they have to leave: help() hashes once so many records have a step. Whoever waits for a
-    // buffer hashes what there is.
+    // If they have to leave: help() hashes once so many records have a step. A thread that waits
+    // for a buffer hashes the steps that are there.
     size_t gathered = 2;
   };
 
@@ -75,9 +75,9 @@ class RecordDigester {
   // returned for this step.
   void add(uint32_t record, uint32_t step, std::span<const std::byte> bytes);
 
-  // Returns when nobody needs the bytes of this step any more; digests what can be digested until
-  // then. Throws Error(cancelled). REQUIRES: the steps before it were added, or will be, by threads
-  // that do not wait for this one.
+  // Returns when the bytes of this step are no longer needed; digests other steps until then.
+  // Throws Error(cancelled). REQUIRES: the steps before it were added, or will be, by threads that
+  // do not wait for this one.
   void wait(uint32_t record, uint32_t step, const std::stop_token& stop);
 
   // Digests one step each of as many records as pay, of two at least: between other work, before
@@ -90,8 +90,8 @@ class RecordDigester {
   // Whether all steps that have come are digested, but for those behind one that is missing.
   bool is_idle();
 
-  // Returns when no thread looks at the bytes of any step, and none ever will: what was not hashed
-  // stays so. For a worker that fails while its buffers hold steps; the others are about to stop.
+  // Returns when no thread reads the bytes of any step, now or later: steps that were not hashed
+  // stay so. For a worker that fails while its buffers hold steps; the others are about to stop.
   void abandon() noexcept;
 
   // Returns when all steps have been digested, by this thread too. Throws Error(cancelled).
@@ -126,7 +126,7 @@ class RecordDigester {
   const Completed completed_;
   std::vector<std::unique_ptr<Chain>> chains_;  // per record; null for those that come whole
   std::atomic<size_t> ready_count_{0};          // ready_.size(), to look at without the lock
-  std::atomic<uint64_t> here_count_{0};         // steps that were added and nobody has taken
+  std::atomic<uint64_t> here_count_{0};         // steps that were added and not yet taken
   Mutex mutex_;
   CondVar changed_;
   std::deque<uint32_t> ready_ GUARDED_BY(mutex_);  // records whose next step is here, oldest first
@@ -158,8 +158,8 @@ class StepsInBuffers {
   void drop_newest() { buffers_.pop_back(); }
   // In the buffer that was begun last; the digester has it.
   void add(Step step) { buffers_.back().push_back(step); }
-  // Returns when nobody needs the bytes of the oldest buffer any more; at once if there is none.
-  // Throws Error(cancelled). See RecordDigester::wait().
+  // Returns when the bytes of the oldest buffer are no longer needed; at once if there is no
+  // buffer. Throws Error(cancelled). See RecordDigester::wait().
   void release_oldest(const std::stop_token& stop);
 
  private:

@@ -99,7 +99,7 @@ TENSORIZER_SHA_NI void add_state(Lane& lane, __m128i abef, __m128i cdgh) noexcep
 __attribute__((target("avx"))) void zero_upper_halves() noexcept { _mm256_zeroupper(); }
 
 // The SHA instructions know no AVX encoding. With upper halves in use each of them takes thousands
-// of cycles on some processors, so it is not left to whoever ran before to have cleared them.
+// of cycles on some processors, so this function clears them itself.
 void leave_avx_state() noexcept {
   if (cpu_features().avx) zero_upper_halves();
 }

@@ -42,7 +42,7 @@ std::span<const Sha256Kernel> compiled_sha256_kernels() noexcept;
 // measures.
 const Sha256Kernel& sha256_kernel_here() noexcept;
 
-// What a byte takes by each way, all lanes full, in one unit.
+// The time for a byte by each way, all lanes full, in the same measure.
 struct Sha256Times {
   double pair = 0;
   double eight = 0;

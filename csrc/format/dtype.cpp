@@ -156,7 +156,7 @@ bool same_dtype(const StoredDtype& a, const StoredDtype& b) noexcept {
   if (a.itemsize != b.itemsize || is_swapped(a) != is_swapped(b)) return false;
   struct Meaning {
     char kind;
-    std::string_view name;  // torch name without prefix, for what numpy lacks
+    std::string_view name;  // torch name without prefix, if numpy lacks the dtype
     bool operator==(const Meaning&) const = default;
   };
   const auto meaning = [](const StoredDtype& dtype) -> Meaning {

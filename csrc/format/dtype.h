@@ -31,7 +31,7 @@ StoredDtype parse_dtype(std::string_view stored, bool allow_bare_void = false);
 // torch.half and torch.float16. Names unknown here are compared as they stand.
 bool same_dtype(const StoredDtype& a, const StoredDtype& b) noexcept;
 
-// A dtype of safetensors files and what this format calls it (docs/safetensors.md, "dtypes").
+// A dtype of safetensors files and its name in this format (docs/safetensors.md, "dtypes").
 struct SafetensorsDtype {
   std::string_view name;    // in a safetensors header
   uint32_t bits;            // per element of the header's shape
@@ -43,7 +43,7 @@ struct SafetensorsDtype {
 // All of them, in the order in which canonical files hold tensors.
 std::span<const SafetensorsDtype> safetensors_dtypes() noexcept;
 
-// nullptr where there is none.
+// nullptr if it has no name there.
 const SafetensorsDtype* find_safetensors_dtype(std::string_view name) noexcept;
 // By stored dtype text, in any of its spellings. nullptr also for text that is no dtype.
 const SafetensorsDtype* safetensors_dtype_of(std::string_view stored) noexcept;

@@ -232,7 +232,7 @@ void JsonReader::skip_value() {
     } else {
       skip_scalar();
     }
-    // A value has ended: close what it ends, or go on to the next.
+    // A value has ended: close the objects and arrays that end with it, or go on to the next value.
     while (depth > 0 && !take(',')) {
       expect(is_object[depth - 1] ? '}' : ']', "a container");
       --depth;
@@ -284,8 +284,8 @@ void append_json_string(std::string& out, std::string_view text, bool ascii) {
   constexpr std::string_view kLetters = "\"\\btnfr";
   out.push_back('"');
   while (!text.empty()) {
-    const Utf8Step step = ascii ? decode_utf8(text, /*allow_surrogates=*/true)
-                                : Utf8Step{static_cast<uint8_t>(text.front()), 1};
+    const Utf8Char step = ascii ? decode_utf8(text, /*allow_surrogates=*/true)
+                                : Utf8Char{static_cast<uint8_t>(text.front()), 1};
     const uint32_t c = step.code_point;
     if (step.nbytes == 0) throw Error(Errc::invalid_argument, "a tensor name is not valid UTF-8");
     const size_t found = c < 0x80 ? kSpecial.find(static_cast<char>(c)) : std::string_view::npos;

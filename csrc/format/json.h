@@ -104,8 +104,8 @@ std::vector<TextPair> read_text_object(JsonReader& json, std::string_view where)
 std::optional<std::string_view> find_duplicate(std::span<const std::string_view> names);
 
 // Appends `text` in quotes, with \" \\ \b \t \n \f \r and \u00xx below U+0020; the rest raw, or, in
-// `ascii`, as \uxxxx from U+007F on. Throws Error(invalid_argument) for ASCII of what is not UTF-8
-// (lone surrogates are let pass).
+// `ascii`, as \uxxxx from U+007F on. Throws Error(invalid_argument) for ASCII of text that is not
+// UTF-8 (lone surrogates are let pass).
 void append_json_string(std::string& out, std::string_view text, bool ascii = false);
 // Appends a compact object of texts.
 void append_text_object(std::string& out, std::span<const TextPair> pairs);

@@ -48,7 +48,7 @@ size_t append_printable(std::string& out, std::string_view text, size_t limit) {
   constexpr char kDigits[] = "0123456789abcdef";
   size_t at = 0;
   while (at < text.size() && out.size() < limit) {
-    const Utf8Step step = decode_utf8(text.substr(at));
+    const Utf8Char step = decode_utf8(text.substr(at));
     const uint32_t c = step.code_point;
     const bool printable = step.nbytes > 0 && c >= 0x20 && !(c >= 0x7F && c < 0xA0) &&
                            !(c >= 0x2000 && c <= 0x206F) && c != 0xFEFF;

@@ -21,8 +21,8 @@ struct Tie {
 };
 
 // Checks the ties of an annex against the index: every target is listed and no alias; a listed
-// alias has data, and is what its target is; others obey the path rules together with all listed
-// names. Throws Error(malformed).
+// alias has data, dtype and shape of its target; others obey the path rules together with all
+// listed names. Throws Error(malformed).
 std::vector<Tie> resolve_ties(const Index& index, std::span<const TextPair> ties);
 
 // Whether two texts may be names of one model: dotted identifiers, both nested or alike at the end.
@@ -30,7 +30,7 @@ bool read_as_names_of_one_model(std::string_view a, std::string_view b) noexcept
 
 // The ties that a safetensors file's metadata tells of: savers of modules note `dropped = kept` for
 // tensors they leave out. A convention, not a rule, so only pairs that read as names of one model
-// count: the value is a tensor, the key is none, and both are dotted identifiers alike.
+// count: the value names a tensor, the key does not, and both are dotted identifiers alike.
 std::vector<Tie> ties_in_metadata(const Index& index, const Metadata& metadata);
 
 }  // namespace tensorizer::format

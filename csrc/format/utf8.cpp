@@ -4,7 +4,7 @@
 
 namespace tensorizer::format {
 
-Utf8Step decode_utf8(std::string_view text, bool allow_surrogates) noexcept {
+Utf8Char decode_utf8(std::string_view text, bool allow_surrogates) noexcept {
   const auto first = static_cast<uint8_t>(text[0]);
   if (first < 0x80) return {first, 1};
   size_t nbytes = 0;
@@ -40,7 +40,7 @@ bool is_utf8(std::string_view text) noexcept {
       text.remove_prefix(8);
     }
     if (text.empty()) break;
-    const Utf8Step step = decode_utf8(text);
+    const Utf8Char step = decode_utf8(text);
     if (step.nbytes == 0) return false;
     text.remove_prefix(step.nbytes);
   }

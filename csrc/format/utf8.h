@@ -10,7 +10,7 @@ namespace tensorizer::format {
 
 // One decoded sequence: its code point, and how many bytes it took; nbytes 0 where the bytes are
 // not UTF-8.
-struct Utf8Step {
+struct Utf8Char {
   uint32_t code_point = 0;
   size_t nbytes = 0;
 };
@@ -18,7 +18,7 @@ struct Utf8Step {
 // Decodes the first sequence of `text`. Overlong forms and values beyond U+10FFFF are refused;
 // surrogates (U+D800..U+DFFF, three bytes: "WTF-8") only with `allow_surrogates`. REQUIRES: text is
 // not empty.
-Utf8Step decode_utf8(std::string_view text, bool allow_surrogates = false) noexcept;
+Utf8Char decode_utf8(std::string_view text, bool allow_surrogates = false) noexcept;
 
 // Strict UTF-8 from the first byte to the last.
 bool is_utf8(std::string_view text) noexcept;
