@@ -41,7 +41,9 @@ def says_dtype(function: _Function) -> _Function:
             raise TypeError(f"{function.__qualname__}() has no argument torch_dtype=; did you mean dtype=?")
         return function(*args, **kwargs)
 
-    return cast(_Function, call)
+    wrapped = cast(_Function, call)
+    wrapped.__kwdefaults__ = function.__kwdefaults__  # the same dictionary, for programs that change it
+    return wrapped
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wanted: Optional[str] = None) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import subprocess
@@ -19,7 +17,6 @@ from servers.s3_server import S3Server, s3_is_installed
 
 import tensorizer
 from tensorizer._system.redaction import shown_location
-from tensorizer.cli.main import main
 from tensorizer.integrations._hf.folders import LoadOptions, open_folder
 from tensorizer.torch import load_file, load_model, safe_open, save_file
 
@@ -50,15 +47,6 @@ def assert_is_all(found):
     assert found["lm_head.weight"] is found["embed.weight"]
 
 
-def command(*arguments):
-    """Exit status and standard output of one command."""
-    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    with contextlib.redirect_stdout(output):
-        status = main([str(argument) for argument in arguments])
-    output.flush()
-    return status, output.buffer.getvalue().decode()
-
-
 def test_every_function_works_over_a_file_system_of_fsspec(folder):
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
@@ -85,8 +73,6 @@ def test_every_function_works_over_a_file_system_of_fsspec(folder):
         assert_is_all(load_file("memory://out/m.tensors", verify=True))
         tensorizer.convert(folder / "one.tensors", "memory://out/shards/", format="safetensors", max_shard_size="20KB")
         assert_is_all(load_file("memory://out/shards/"))
-        status, _ = command("cp", "memory://m/one.tensors", folder / "copy")
-        assert (status, (folder / "copy").read_bytes()) == (0, (folder / "one.tensors").read_bytes())
         with pytest.raises(FileNotFoundError):
             load_file("memory://m/nothing/")
     finally:

@@ -349,4 +349,4 @@ def test_configurations_and_uris_with_one_slash_are_told_from_weights(tmp_path):
     text = message(ValueError, tensorizer.inspect, tmp_path / "config.json")
     assert_words(text, "config.json", "it is JSON; did you mean the folder?")
     assert_words(message(ValueError, tensorizer.inspect, "s3:/bucket/m.tensors"), "did you mean s3://bucket/m.tensors?")
-    assert_words(message(ValueError, tensorizer.inspect, "x://m.tensors"), "unsupported URL scheme 'x'")
+    assert_words(message(ValueError, tensorizer.inspect, "nosuch://m.tensors"), "unsupported URL scheme 'nosuch'")
