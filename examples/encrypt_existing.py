@@ -113,7 +113,7 @@ def run(
             name = tensor.name if isinstance(tensor.name, str) else "/".join(map(str, tensor.name))
             print(f"{name}: torch.{tensor.dtype} {list(tensor.shape)}")
         done = "encrypted" if encryption else "decrypted"
-        print(f"{done} {report.tensors} tensors: {report.source} -> {report.target}")
+        print(f"{done} {report['tensors']} tensors: {report['source']} -> {report['target']}")
 
 
 def main(argv: Optional[list[str]] = None) -> int:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tensorizer import torch as torch
     from tensorizer import torch_compat as torch_compat
     from tensorizer import utils as utils
-    from tensorizer._files.convert import ConversionReport as ConversionReport
     from tensorizer._files.convert import convert as convert
     from tensorizer._files.diff import DiffReport as DiffReport
     from tensorizer._files.diff import diff as diff
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
 # Public names, and the module that each is imported from when somebody first asks for it. Type checkers see the imports
 # above; a test compares the two.
 _ORIGINS = {
-    "ConversionReport": "tensorizer._files.convert",
     "convert": "tensorizer._files.convert",
     "DiffReport": "tensorizer._files.diff",
     "diff": "tensorizer._files.diff",
@@ -129,7 +127,6 @@ __all__ = [
     "tensors_pb2",
     # To here as published, in its order. Submodules of our own are not listed: a star import would put `torch` or
     # `cuda` in the place of modules that the program imported.
-    "ConversionReport",
     "DiffReport",
     "FileInfo",
     "LoadReport",

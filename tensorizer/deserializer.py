@@ -28,7 +28,6 @@ from tensorizer.signing import PublicKeyArgument
 # Modules for what only some callers do are imported when it is done.
 if TYPE_CHECKING:
     from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
-    from tensorizer._load.modules import LoadedCount
     from tensorizer._load.parts import TensorSlice
     from tensorizer._load.report import LoadReport
 
@@ -437,7 +436,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         *,
         strict: bool = False,
         prefix: str = "",
-    ) -> LoadedCount:
+    ) -> int:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
         If the file was written from a state dict, or is a ``.safetensors`` file, its names are those of the state dict
@@ -463,8 +462,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 containers are joined by dots.
 
         Returns:
-            The number of tensors placed, which also has ``.loaded``, ``.missing``, ``.unexpected`` and
-            ``.mismatched``; the whole :class:`LoadReport` is :attr:`report`.
+            The number of tensors placed. :attr:`report`, a :class:`LoadReport`, has their names and what did not fit.
 
         Raises:
             LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
@@ -480,7 +478,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
         """
         from tensorizer._load.fit import ModuleView
-        from tensorizer._load.modules import Filling, LoadedCount, ModuleFill, is_state_dict, module_names
+        from tensorizer._load.modules import Filling, ModuleFill, is_state_dict, module_names
 
         check_module(m, "for a state dict use module.load_state_dict(deserializer)")
         check_filter(filter_func)
@@ -492,7 +490,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             how = Filling(ties="stored", by_modules=not hands_over, tells_unfilled=True)
             fill = ModuleFill(view, file, stored, how, strict, filter_func, prefix)
             try:
-                return LoadedCount(fill.run(verify_hash))
+                return len(fill.run(verify_hash).loaded)
             finally:
                 self.report = fill.report
         finally:

@@ -513,7 +513,7 @@ def load_what_state_dicts_call_otherwise(folder: Path) -> None:
             load = functools.partial(td.load_sharded, model, mesh=mesh, plan={name: Shard(0)}, device="cpu")
             text = "conflicting values for 'head.weight', which is one tensor with 'embed.weight'"
             raised(LoadError, text, load, folder / "differing")  # one rank has the row that differs
-            raised(LoadError, "expected the shape .*8, 4.*found .*9, 4", load, folder / "shapes")
+            raised(LoadError, "expected the shape .*8, 4.*got .*9, 4", load, folder / "shapes")
             load(folder / "differing", strict=False)
             assert samples.same(model.head.weight.to_local().detach(), state["embed.weight"][4 * rank : 4 * rank + 4])
         # values of a mapping are what is replaced: one value for two names is not one tensor

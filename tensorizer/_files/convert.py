@@ -8,7 +8,6 @@ import os
 import posixpath
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import torch
@@ -32,40 +31,6 @@ from tensorizer.signing import PublicKeyArgument
 logger = logging.getLogger("tensorizer.serialization")
 
 
-@dataclass(frozen=True)
-class ConversionReport:
-    """What was converted."""
-
-    source: str
-    target: str
-    format: str
-    """The format of the target."""
-    files: tuple[str, ...]
-    """The written files: one file, or shards and their index. URIs are without credentials and query."""
-    tensors: int
-    nbytes: int
-    """Bytes of the payloads in the target."""
-    ties: Mapping[str, str]
-    """From the name of an alias to the name of the tensor that is stored."""
-    skipped: tuple[str, ...]
-    """Values of a pickled state dict that were left out because they are not tensors."""
-    copied: tuple[str, ...]
-    """Other files of the folder that were copied unchanged."""
-    checked: bool
-    """Whether the target was read back and its payloads compared with those that were read."""
-    dry_run: bool
-    """Whether nothing was written."""
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        """Always true: a conversion that fails raises."""
-        return True
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 @says_dtype
 def convert(
     source: Any,
@@ -87,7 +52,7 @@ def convert(
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
-) -> ConversionReport:
+) -> dict[str, Any]:
     """Writes the tensors of one file to another, in another format, dtype or encryption.
 
     Payloads are read 64 MiB at a time (or one tensor, if that is larger) while the previous ones are written, so files
@@ -127,7 +92,11 @@ def convert(
         public_key: Keys, one of which must have signed the source, as for :class:`tensorizer.TensorDeserializer`.
 
     Returns:
-        What was done. The target has no signatures; a warning says so if the source has any.
+        What was done, by name: ``source`` and ``target``; ``format`` of the target; ``files``, the written ones,
+        without credentials and query; ``tensors``, how many, and ``nbytes``, the bytes of their payloads; ``ties``,
+        from the names of aliases to those of stored tensors; ``skipped``, the values of a pickled state dict
+        that are not tensors; ``copied``, the other files of the folder; ``checked`` and ``dry_run``;
+        ``seconds``. The target has no signatures; a warning says so if the source has any.
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something, or `all_files` with a model that torchao has
@@ -178,20 +147,20 @@ def convert(
                 _warn_of_signatures(file, source)
             for other, copy in beside:
                 copy_file(other, copy, stream_options)
-        return ConversionReport(
-            source=shown_source,
-            target=shown_location(target),
-            format=plan.format,
-            files=tuple(map(shown_location, files)),
-            tensors=len(plan.records),
-            nbytes=plan.nbytes,
-            ties={name_text(alias): name_text(kept) for alias, kept in plan.ties.items()},
-            skipped=tuple(skipped),
-            copied=tuple(shown_location(copy) for _, copy in beside),
-            checked=check and not dry_run,
-            dry_run=dry_run,
-            seconds=time.monotonic() - begin,
-        )
+        return {
+            "source": shown_source,
+            "target": shown_location(target),
+            "format": plan.format,
+            "files": tuple(map(shown_location, files)),
+            "tensors": len(plan.records),
+            "nbytes": plan.nbytes,
+            "ties": {name_text(alias): name_text(kept) for alias, kept in plan.ties.items()},
+            "skipped": tuple(skipped),
+            "copied": tuple(shown_location(copy) for _, copy in beside),
+            "checked": check and not dry_run,
+            "dry_run": dry_run,
+            "seconds": time.monotonic() - begin,
+        }
 
 
 def _note_of_origin(file: OpenFile, target: Any) -> Optional[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
@@ -24,21 +23,6 @@ from tensorizer.progress import ProgressArgument
 from tensorizer.signing import SigningKey
 
 
-@dataclass(frozen=True)
-class SignReport:
-    """What was signed, and what was checked before."""
-
-    source: str
-    signature: str
-    """Where the signature was written."""
-    public_key: str
-    """Of the key that signed, as hexadecimal digits."""
-    signers: tuple[str, ...]
-    """Of all signatures in that file."""
-    checked: bool
-    """Whether every tensor was read and agrees with its digests. Never for encrypted files without their key."""
-
-
 def sign(
     source: Any,
     key: Any,
@@ -49,7 +33,7 @@ def sign(
     num_readers: Optional[int] = None,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
-) -> SignReport:
+) -> dict[str, Any]:
     """Signs an existing ``.tensors`` file: writes the signature beside it and does not change the file.
 
     Args:
@@ -62,6 +46,11 @@ def sign(
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
+
+    Returns:
+        By name: ``source``; ``signature``, where it was written; ``public_key`` of `key`, and ``signers``, the public
+        keys of all signatures there, as hexadecimal digits; ``checked``, whether every tensor was read and agrees with
+        its digests.
 
     Raises:
         ValueError: Tensors with data and without a SHA-256, which no signature would cover; a ``.safetensors`` file;
@@ -94,13 +83,13 @@ def sign(
         label = file.source_name
     with WholeFile(target, stream_options) as out:
         out.append(content)
-    return SignReport(
-        label,
-        str(shown_location(target)),
-        signer.public_key.hex(),
-        tuple(one.hex() for one in signers),
-        checked,
-    )
+    return {
+        "source": label,
+        "signature": str(shown_location(target)),
+        "public_key": signer.public_key.hex(),
+        "signers": tuple(one.hex() for one in signers),
+        "checked": checked,
+    }
 
 
 def _target(source: Any) -> Any:

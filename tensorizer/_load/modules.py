@@ -45,36 +45,6 @@ class Filling(NamedTuple):
     """Whether a warning names parameters that stay as they were; without, the report does alone."""
 
 
-class LoadedCount(int):
-    """How many tensors were placed in a module; also knows which, and what did not fit."""
-
-    report: LoadReport
-
-    def __new__(cls, report: LoadReport) -> LoadedCount:
-        count = super().__new__(cls, len(report.loaded))
-        count.report = report
-        return count
-
-    def __getnewargs__(self) -> tuple[LoadReport]:  # type: ignore[override]
-        return (self.report,)
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        return self.report.loaded
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return self.report.missing
-
-    @property
-    def unexpected(self) -> tuple[str, ...]:
-        return self.report.unexpected
-
-    @property
-    def mismatched(self) -> tuple[Misfit, ...]:
-        return self.report.mismatched
-
-
 class ModuleFill:
     """One load into a module: decided as a whole when this is made, then read, then placed.
 

@@ -112,8 +112,10 @@ class LoadReport:
         return iter((self.missing_keys, self.unexpected_keys))
 
     def __repr__(self) -> str:
+        module = f" into {self.module}" if self.module else ""
+        loaded = f"{counted(len(self.loaded), 'tensor')}, {size_text(self.nbytes)}, of {self.source}{module}"
         if self.ok:
-            return "<All keys matched successfully>"
+            return f"<LoadReport: {loaded}: all names match>"
         rows = [
             ("missing", self.missing),
             ("unexpected", self.unexpected),
@@ -121,12 +123,7 @@ class LoadReport:
             ("conflicting", self.conflicting),
         ]
         lines = [f"{title:12} {name}" for title, names in rows for name in joined_runs(names)]
-        return (
-            "\n".join(
-                [f"<LoadReport: {counted(len(self.loaded), 'tensor')} of {self.source} for {self.module}", *lines]
-            )
-            + "\n>"
-        )
+        return "\n".join([f"<LoadReport: {loaded}", *lines, ">"])
 
     def _repr_html_(self) -> str:
         """A table for Jupyter: how much was loaded, and the names of what did not fit."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from typing import Any, Optional
 
@@ -106,20 +105,21 @@ def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, An
     check_keeps_keys(keys, outputs, [file for file, _ in beside])
 
 
-def print_report(report: Any, output: Output) -> None:
+def print_report(report: dict[str, Any], output: Output) -> None:
     """What was converted, in one line."""
     if output.json:
-        output.document(dataclasses.asdict(report))
+        output.document(report)
         return
     if output.quiet:
         return
-    rate = f", {size_text(report.nbytes / report.seconds)}/s" if report.seconds and not report.dry_run else ""
-    checked = ", read back and equal" if report.checked else ""
-    files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
-    would = "would write " if report.dry_run else ""
-    size = f"{counted(report.tensors, 'tensor')}, {size_text(report.nbytes)}"
-    output.line(f"{would}{escaped(report.target)}: {size}{files}{rate}{checked}")
-    for name in report.copied:
-        output.detail(f"{'would copy' if report.dry_run else 'copied'}: {escaped(name)}")
-    for name in report.skipped:
+    seconds, is_dry = report["seconds"], report["dry_run"]
+    rate = f", {size_text(report['nbytes'] / seconds)}/s" if seconds and not is_dry else ""
+    checked = ", read back and equal" if report["checked"] else ""
+    files = f" in {len(report['files'])} files" if len(report["files"]) > 1 else ""
+    would = "would write " if is_dry else ""
+    size = f"{counted(report['tensors'], 'tensor')}, {size_text(report['nbytes'])}"
+    output.line(f"{would}{escaped(report['target'])}: {size}{files}{rate}{checked}")
+    for name in report["copied"]:
+        output.detail(f"{'would copy' if is_dry else 'copied'}: {escaped(name)}")
+    for name in report["skipped"]:
         output.note(f"left out, no tensor: {escaped(name)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from tensorizer import cli
@@ -58,10 +57,10 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             progress=output.progress(),
             stream_options=options,
         )
-        documents.append(dataclasses.asdict(report))
+        documents.append(report)
         if not output.json and not output.quiet:
-            output.line(f"{escaped(report.signature)}: signed by {report.public_key}")
-            if not report.checked and not arguments.no_check:
+            output.line(f"{escaped(report['signature'])}: signed by {report['public_key']}")
+            if not report["checked"] and not arguments.no_check:
                 output.note("  encrypted, and no key: only its structure was checked")
     if output.json:
         output.document({"files": documents})

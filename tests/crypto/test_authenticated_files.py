@@ -79,7 +79,7 @@ def test_a_detached_signature_of_a_file_without_annex_is_the_embedded_one(tmp_pa
     path = tmp_path / "w.tensors"
     path.write_bytes(vector())
     report = tensorizer.sign(path, SIGNER)
-    assert Path(report.signature).read_bytes() == SIGNED_ANNEX
+    assert Path(report["signature"]).read_bytes() == SIGNED_ANNEX
     assert path.read_bytes() == vector()
     with opened(path, public_key=SIGNER.public_key) as file:
         assert file.authenticated == "signature"

@@ -268,7 +268,7 @@ doors = {
     "load_file": lambda: load_file("hf://org/tiny/model.safetensors"),
     "load_file of a revision": lambda: load_file("hf://org/tiny@main/model.safetensors"),
     "inspect": lambda: tensorizer.inspect("hf://org/tiny").tensors,
-    "convert": lambda: tensorizer.convert("hf://org/tiny", sys.argv[1] + "/made.tensors").tensors,
+    "convert": lambda: tensorizer.convert("hf://org/tiny", sys.argv[1] + "/made.tensors")["tensors"],
     "verify": lambda: tensorizer.verify("hf://org/tiny").unverified,
     "another revision": lambda: load_file("hf://org/tiny@v2/model.safetensors"),
     "a file that is not in the cache": lambda: load_file("hf://org/tiny/other.safetensors"),

@@ -849,7 +849,7 @@ class TestKeys:
             for size in (4096, None, "1GB"):
                 options = {"max_shard_size": size, "all_files": True, **where}
                 report = convert(tmp_path / "m.safetensors", target, format="tensors", **options)
-                assert all(file.startswith(f"s3://bucket/{name}/model") for file in report.files)
+                assert all(file.startswith(f"s3://bucket/{name}/model") for file in report["files"])
                 prefixes = [f"s3://bucket/{name}", f"s3://bucket/{name}/"]
                 if size is None:  # a save to one named file removes no other one
                     assert f"/bucket/{name}/model.tensors.index.json" in store.objects

@@ -60,7 +60,7 @@ def test_extra_state_that_is_tensors_comes_back(name):
     assert count == 4
     assert target[0].state == "before"
     samples.assert_same(target[1].state, STATES[name])
-    assert count.missing == ("0._extra_state",)
+    assert deserializer.report.missing == ("0._extra_state",)
 
 
 @pytest.mark.parametrize("format", ["tensors", "safetensors"])
@@ -71,7 +71,7 @@ def test_extra_state_among_the_tensors_of_a_state_dict_comes_back(format, tmp_pa
         target = nn.ModuleList([Keeper(), Keeper(torch.ones(3)), nn.BatchNorm1d(1, affine=False)])
         count = deserializer.load_into_module(target)
     missing = tuple(f"2.{name}" for name in target[2].state_dict())
-    assert (count, count.missing, count.unexpected) == (4, missing, ())
+    assert (count, deserializer.report.missing, deserializer.report.unexpected) == (4, missing, ())
     for keeper, original in zip(target, source):
         samples.assert_same(keeper.state, original.state)
         assert type(keeper.state) is torch.Tensor
@@ -141,13 +141,15 @@ def test_strict_loads_want_extra_state_where_the_module_takes_it_and_nowhere_els
     plain = nn.ModuleList([Keeper(), nn.Module()])
     plain[1].linear = nn.Linear(3, 3)
     with open_bytes(data) as deserializer:
-        assert deserializer.load_into_module(plain).unexpected == ("1._extra_state",)
+        deserializer.load_into_module(plain)
+        assert deserializer.report.unexpected == ("1._extra_state",)
 
 
 def test_a_filter_leaves_extra_state_out():
     target = Keeper("before")
     with open_bytes(module_bytes(Keeper(torch.ones(1)), include_extra_state=True)) as deserializer:
-        assert deserializer.load_into_module(target, lambda name: "linear" in name, strict=True).missing == ()
+        deserializer.load_into_module(target, lambda name: "linear" in name, strict=True)
+        assert deserializer.report.missing == ()
     assert target.state == "before"
 
 
@@ -221,7 +223,8 @@ def test_what_classes_save_beside_their_tensors_is_named_when_it_is_left_out_and
     with TensorSerializer(path) as serializer, pytest.warns(UserWarning, match=r"not stored: .*1\.scale, 1\.kind"):
         serializer.write_module(model)
     with TensorDeserializer(path, device="cpu") as deserializer:
-        assert deserializer.load_into_module(model).missing == ("1.scale", "1.kind")
+        deserializer.load_into_module(model)
+        assert deserializer.report.missing == ("1.scale", "1.kind")
     with (
         TensorDeserializer(path, device="cpu") as deserializer,
         pytest.raises(LoadError, match=r'Missing key.*"1\.scale", "1\.kind"'),
