@@ -472,7 +472,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds nested containers; pass `prefix`, or use ``m.load_state_dict(...)`` with
                 one of :meth:`tree`. Or `m` has DTensors, and is as it was; use
-                :func:`tensorizer.distributed.load_sharded`.
+                :class:`tensorizer.distributed.TensorizerReader`.
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`; no name of the file begins with `prefix`.
             TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.

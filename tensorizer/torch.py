@@ -212,7 +212,8 @@ def load_model(
     Raises:
         LoadError: Something does not fit. The message is that of ``load_state_dict``; ``.report`` has the report. The
             model is as it was, unless it got a state dict and rejected it.
-        NotImplementedError: `model` has DTensors; use :func:`tensorizer.distributed.load_sharded`. It is as it was.
+        NotImplementedError: `model` has DTensors, which :class:`tensorizer.distributed.TensorizerReader` fills. It is
+            as it was.
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: expected True, False or 'auto', got {assign!r}")

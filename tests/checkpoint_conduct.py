@@ -38,7 +38,9 @@ from tensorizer.errors import AuthenticationError, CryptographyError
 
 assert td.TensorizerReader, td.TensorizerWriter  # imported now, once for all ranks
 
-READING = tuple(os.path.join("_checkpoint", name) for name in ("reader.py", "boxes.py", "folder.py", "marker.py"))
+READING = tuple(
+    os.path.join("_checkpoint", name) for name in ("reader.py", "reading.py", "boxes.py", "folder.py", "marker.py")
+)
 KEY = EncryptionParams.random()
 UNLOCK = DecryptionParams.from_key(KEY.key)
 WRONG = DecryptionParams.from_key(EncryptionParams.random().key)

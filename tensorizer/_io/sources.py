@@ -367,13 +367,13 @@ def reopener(opened: Any) -> Optional[Callable[[], OpenedSource]]:
         return None
     location, stream_options = opened.location, opened.stream_options
     try:
-        version = _version_of(opened)
+        version = version_of(opened)
     except OSError:  # it is gone already, and only who has it open has it still
         return None
 
     def reopen() -> OpenedSource:
         found = open_source(location, stream_options)
-        if _version_of(found) != version:
+        if version_of(found) != version:
             found.close()
             raise StreamError(f"{found.name}: it changed since it was loaded: load it again")
         return found
@@ -381,7 +381,10 @@ def reopener(opened: Any) -> Optional[Callable[[], OpenedSource]]:
     return reopen
 
 
-def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
+def version_of(opened: OpenedSource) -> tuple[Any, ...]:
+    """What differs once another file has taken the place of an open one, as far as the file system or store tells."""
+    if opened.location is None:
+        return ()
     path = local_path(opened.location)
     if path is not None:
         found = os.stat(path)

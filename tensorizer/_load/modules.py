@@ -176,7 +176,7 @@ class ModuleFill:
         if sharded:
             raise NotImplementedError(
                 f"{self.report.source}: {sharded[0]!r} is a DTensor in {self.report.module}, and a whole tensor cannot "
-                "take its place; tensorizer.distributed.load_sharded gives each rank its part"
+                "take its place: pass get_model_state_dict(model) to dcp.load, with a TensorizerReader of the file"
             )
         report, refused = self.report, [] if self._how.ignores_sizes else list(self.report.mismatched)
         if self._how.by_modules and not self._strict:

@@ -420,11 +420,11 @@ def tensor_error(source: str, name: Name, problem: object) -> FormatError:
     return file_error(source, f"tensor {name_text(name)!r:.200}: {problem}")
 
 
-def missing_hashes(source: str, names: Sequence[Name]) -> MissingHashError:
-    """The error for tensors that were to be verified and have no digest."""
+def missing_hashes(source: str, names: Sequence[Name], argument: str = "allow_missing_hashes=True") -> MissingHashError:
+    """The error for tensors that were to be verified and have no digest; the argument takes them all the same."""
     error = MissingHashError(
         f"{source}: cannot verify {counted(len(names), 'tensor')} without a stored hash: {listed(names)}; "
-        "allow_missing_hashes=True takes them unverified"
+        f"{argument} takes them unverified"
     )
     error.source = source
     return error
@@ -502,10 +502,6 @@ class DirectIO:
             source.set_direct(True)
         elif not source.was_cached:
             self._undecided = source
-
-    def read_alone(self) -> None:
-        """Says that no other rank of the node reads the same: what one leaves in the cache is of no use to them."""
-        self._alone = True
 
     def expect(self, nbytes: Callable[[], int]) -> None:
         """To be called before a load, with what tells how many bytes it takes of this file and others together.

@@ -33,18 +33,6 @@ class Misfit(NamedTuple):
         return f"{self.what} mismatch for {self.name}: the file holds {self.file}, the model {self.model}."
 
 
-@dataclasses.dataclass(frozen=True)
-class RankReport:
-    """The part of one rank in a load of several."""
-
-    #: Bytes that came from storage, the index included.
-    bytes_read: int
-    #: Bytes of tensors that came from other ranks.
-    bytes_received: int
-    #: From the call to its last byte.
-    seconds: float
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadReport:
     """What a load puts into a module and what it does not. Names are those of the module's state dict.
@@ -53,7 +41,7 @@ class LoadReport:
         module: Class of the module.
         source: The file, without secrets.
         loaded: Tensors of the file that are placed in the module.
-        nbytes: Their bytes; with several ranks, those of this rank's parts.
+        nbytes: Their bytes.
         seconds: Time of reading and placing them; 0 if nothing was read.
         missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies;
             after ``load_into_module`` also what its classes save beside these.
@@ -62,9 +50,6 @@ class LoadReport:
         cast: Tensors that the load converts to another dtype.
         tied: Names that the file lacks, but that the module ties to a name of the file; from alias to that name.
         conflicting: Names that the module ties and the file holds with different contents.
-        rank: Rank in the group, if several ranks loaded the file together (:mod:`tensorizer.distributed`).
-        exchange: ``"none"`` or ``"all_gather"``: what ``exchange="auto"`` chose.
-        ranks: What each rank did; empty if no group loaded.
     """
 
     module: str
@@ -78,19 +63,6 @@ class LoadReport:
     cast: tuple[str, ...] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conflicting: tuple[str, ...] = ()
-    rank: int = 0
-    exchange: str = "none"
-    ranks: tuple[RankReport, ...] = ()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that this rank of a group got from storage, the index included."""
-        return self.ranks[self.rank].bytes_read if self.ranks else 0
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of tensors that this rank got from others."""
-        return self.ranks[self.rank].bytes_received if self.ranks else 0
 
     @property
     def ok(self) -> bool:

@@ -1,4 +1,4 @@
-"""Many processes: one file for all ranks of a group, and checkpoints of ``torch.distributed.checkpoint``.
+"""Many processes: storage for ``torch.distributed.checkpoint``, which saves checkpoints and fills models of many ranks.
 
 Names are resolved when asked for.
 """
@@ -9,8 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tensorizer._load.report import LoadReport as LoadReport
-    from tensorizer._load.report import RankReport as RankReport
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
     from tensorizer.distributed._checkpoint.existing import VerifyReport as VerifyReport
     from tensorizer.distributed._checkpoint.existing import consolidate as consolidate
@@ -19,13 +17,9 @@ if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.existing import verify as verify
     from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
-    from tensorizer.distributed._loading import load as load
-    from tensorizer.distributed._loading import load_sharded as load_sharded
 
 # The module that each name is imported from when somebody first asks for it.
 _ORIGINS = {
-    "LoadReport": "tensorizer._load.report",
-    "RankReport": "tensorizer._load.report",
     "dcp_default": "tensorizer.distributed._checkpoint.defaults",
     "VerifyReport": "tensorizer.distributed._checkpoint.existing",
     "consolidate": "tensorizer.distributed._checkpoint.existing",
@@ -34,21 +28,15 @@ _ORIGINS = {
     "verify": "tensorizer.distributed._checkpoint.existing",
     "TensorizerReader": "tensorizer.distributed._checkpoint.reader",
     "TensorizerWriter": "tensorizer.distributed._checkpoint.writer",
-    "load": "tensorizer.distributed._loading",
-    "load_sharded": "tensorizer.distributed._loading",
 }
 
 __all__ = [
-    "LoadReport",
-    "RankReport",
     "TensorizerReader",
     "TensorizerWriter",
     "VerifyReport",
     "consolidate",
     "dcp_default",
     "is_complete",
-    "load",
-    "load_sharded",
     "prune",
     "verify",
 ]

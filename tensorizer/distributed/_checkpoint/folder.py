@@ -99,7 +99,7 @@ class Folder(NamedTuple):
 
     def is_absent(self, error: OSError) -> bool:
         """Whether an error of opening a file counts as "there is none"."""
-        return is_absent(error) if self.remote else isinstance(error, FileNotFoundError)
+        return is_absent(error) if self.remote else isinstance(error, (FileNotFoundError, NotADirectoryError))
 
     def nbytes(self, name: str) -> int:
         """The size of a file. Raises as :meth:`open`."""
@@ -221,23 +221,32 @@ class Located:
         self._stream_options = stream_options
         self._move_to(path)
 
+    @classmethod
+    def _check(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]]) -> None:
+        """Raises as :meth:`Folder.at` for what cannot be such a place."""
+        Folder.at(path, stream_options)
+
     def _move_to(self, path: Optional[PathLike]) -> None:
-        """Goes on at `path`; ``None`` stays where it is. Raises as :meth:`Folder.at`."""
+        """Goes on at `path`; ``None`` stays where it is. Raises as :meth:`_check`."""
         if path is not None:
-            Folder.at(path, self._stream_options)
+            self._check(path, self._stream_options)
             self._path = path
 
-    def _folder(self) -> Folder:
-        """The folder; raises ``ValueError`` where nobody said where it is."""
+    def _place(self) -> PathLike:
+        """The path; raises ``ValueError`` if it was not passed."""
         if self._path is None:
             raise ValueError("checkpoint: expected a path, or checkpoint_id= of the call; got neither")
-        return Folder.at(self._path, self._stream_options)
+        return self._path
+
+    def _folder(self) -> Folder:
+        """The folder; raises as :meth:`_place`."""
+        return Folder.at(self._place(), self._stream_options)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         """Whether a checkpoint could be there, as far as the name tells."""
         try:
-            Folder.at(checkpoint_id)
+            cls._check(checkpoint_id, None)
         except (TypeError, ValueError):
             return False
         return True

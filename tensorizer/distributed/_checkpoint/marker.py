@@ -213,7 +213,7 @@ def _other_key(file: Optional[SavedFile], encryption: Optional[EncryptionParams]
 
 def _planner_node(metadata: Metadata) -> Any:
     data = metadata.planner_data
-    _check_planner_data(data, metadata.state_dict_metadata)
+    check_planner_data(data, metadata.state_dict_metadata)
     try:
         return encoded(data)
     except (NotSimple, RecursionError):
@@ -307,9 +307,9 @@ def unpack_marker(
         HashMismatchError: Its content is not what was written.
     """
     if data[:1] != b"{":
-        pickled = data[:1] == b"\x80"
-        found = "one written by torch.distributed.checkpoint; load it with FileSystemReader" if pickled else "none"
-        raise FormatError(f"{name}: expected a marker of TensorizerWriter, got {found}")
+        if data[:1] == b"\x80":
+            raise written_by_torch(name)
+        raise FormatError(f"{name}: expected a marker of TensorizerWriter, got a file of another kind")
     body, tagged = _body(data, name, encryption)
     if require_authenticated and not tagged:
         raise AuthenticationError(
@@ -328,6 +328,14 @@ def unpack_marker(
             f"{name}: value {values[0]!r} is not authenticated: the marker was altered, or saved without encryption"
         )
     return marker
+
+
+def written_by_torch(name: str) -> FormatError:
+    """The error for a file of a checkpoint of torch's own writers."""
+    return FormatError(
+        f"{name}: expected a checkpoint of TensorizerWriter or a model, got a checkpoint of "
+        "torch.distributed.checkpoint itself (.distcp files): load it with FileSystemReader"
+    )
 
 
 def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tuple[dict[str, Any], bool]:
@@ -440,7 +448,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     parts = dict(_parts_of_row(row, files, chunks) for row in body.get("parts", ()))
     stored = _StoredItems(files, body["boxes"], chunks, leaves, parts)
     planner_data = decoded(body["planner"])
-    _check_planner_data(planner_data, items)
+    check_planner_data(planner_data, items)
     metadata = Metadata(state_dict_metadata=items, planner_data=planner_data, storage_data=stored)
     rank = None if body["rank"] is None else int(body["rank"])
     world_size = int(body["world_size"])
@@ -470,7 +478,7 @@ def _parts_of_row(
     return MetadataIndex(fqn, offset), StoredParts(about, tuple(parts))
 
 
-def _check_planner_data(data: Any, names: Container[str]) -> None:
+def check_planner_data(data: Any, names: Container[str]) -> None:
     """Refuses data of which torch's planners would make huge lists: they reach to the largest index of a path.
 
     Args:

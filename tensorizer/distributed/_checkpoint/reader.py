@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
@@ -14,52 +17,77 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorizer._io.access import Access, Trust
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._keys import check_decryption
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
+from tensorizer._system.redaction import shown_location
 from tensorizer.distributed._boxes import box_at, check_cover, check_described, slices_of
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox, saved_parts
-from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
+from tensorizer.distributed._checkpoint.folder import MARKER, Folder, Located, PathLike, is_data_file, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
-from tensorizer.distributed._checkpoint.marker import ARRAYS, JSON, Stored, StoredParts, unpack_marker
+from tensorizer.distributed._checkpoint.marker import ARRAYS, JSON, Stored, StoredParts, unpack_marker, written_by_torch
+from tensorizer.distributed._checkpoint.model import ModelFiles, Seen, SeenFile, compare
 from tensorizer.distributed._checkpoint.parts import about_name, put_together, same_parts, unsupported
+from tensorizer.distributed._checkpoint.reading import Want
 from tensorizer.encryption import DecryptionParams
-from tensorizer.errors import FormatError
+from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
 from tensorizer.signing import PublicKeyArgument
+
+# Names that no prefix with a marker below it has.
+_FILE_ENDINGS = (".tensors", ".safetensors", ".json")
 
 DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], None]
 
 
 class TensorizerReader(Located, StorageReader):
-    """Reads checkpoints of :class:`TensorizerWriter` for ``dcp.load(…, storage_reader=TensorizerReader(path))``.
+    """Reads checkpoints and models for ``dcp.load(…, storage_reader=TensorizerReader(path))``.
 
-    Each rank reads only what its plan needs, straight into the memory of its tensors if dtypes agree and
-    that memory is contiguous. World size, mesh and placements may differ from those of the save.
+    ``torch.distributed.checkpoint`` plans which rank needs what. Each rank reads only its parts, straight into the
+    memory of its tensors if dtypes agree and that memory is contiguous. World size, mesh and placements may differ from
+    those of the save. What the cache of the node holds comes from there.
 
-    Leaves that are neither tensors nor simple values are read with ``torch.load(weights_only=True)``. If that rejects
-    one, the load raises unless `allow_pickle` is set.
+    Leaves of a checkpoint that are neither tensors nor simple values are read with ``torch.load(weights_only=True)``.
+    If that rejects one, the load raises unless `allow_pickle` is set.
 
     Args:
-        path: The checkpoint: a folder or an ``s3://`` prefix; ``None`` takes the ``checkpoint_id`` of the load.
-        verify_hash: Compares every box that is read with its digest, and the digest with the marker. It reads whole
-            boxes, also if a part is enough.
+        path: A checkpoint of :class:`TensorizerWriter` (a folder or an ``s3://`` prefix); a ``.tensors`` or
+            ``.safetensors`` file; or a folder or index of the shards of a model. Models may be local, on ``s3://``,
+            ``http(s)://``, ``hf://`` or any other scheme of :func:`tensorizer.stream_io.open_stream`. ``None`` takes
+            the ``checkpoint_id`` of the load.
+        verify_hash: Compares everything that is read with its digest, and digests of a checkpoint with its marker. It
+            reads whole boxes or tensors, also if a part is enough.
         allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
-        encryption: The key of an encrypted checkpoint, or a function without arguments that returns it. It
+        encryption: The key of an encrypted checkpoint or file, or a function without arguments that returns it. It
             authenticates marker and files.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
-        stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
+        stream_options: Keywords for opening URIs, as for :func:`tensorizer.stream_io.open_stream`.
         public_key: Who has to have signed every file of tensors (``tensorizer sign``), as for
-            :class:`tensorizer.TensorDeserializer`; boxes are then compared with their digests. Signatures do not cover
-            the marker, which says where each box is; the key of an encrypted checkpoint does.
-        require_authenticated: Rejects checkpoints that the key does not vouch for; ``None`` takes the value of
+            :class:`tensorizer.TensorDeserializer`; what is read is then compared with its digests. Signatures do not
+            cover the marker of a checkpoint, which says where each box is; the key of an encrypted checkpoint does.
+        require_authenticated: Rejects what neither the key nor a signature vouches for; ``None`` takes the value of
             ``TENSORIZER_REQUIRE_AUTHENTICATED``.
 
     Attributes:
         total_bytes_read: Bytes that came from storage since the reader was made.
 
     Raises:
-        ValueError: Another scheme than ``s3``, or no bucket; `threads` below 1.
+        ValueError: An ``s3://`` URI without a bucket; `threads` below 1.
         TypeError: An argument of the wrong type.
+
+    Example:
+        Fill a model from a file of its weights. Under FSDP2, every rank reads its shards only:
+
+        >>> import torch, torch.distributed.checkpoint as dcp
+        >>> from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        >>> from tensorizer.distributed import TensorizerReader
+        >>> from tensorizer.torch import save_file
+        >>> model = torch.nn.Linear(4, 2)
+        >>> save_file(torch.nn.Linear(4, 2).state_dict(), "model.safetensors")
+        >>> state = get_model_state_dict(model)
+        >>> dcp.load(state, storage_reader=TensorizerReader("model.safetensors"), no_dist=True)
+        >>> set_model_state_dict(model, state)
+        <All keys matched successfully>
 
     Source: docs/training.md, "Distributed checkpoints".
     """
@@ -87,6 +115,9 @@ class TensorizerReader(Located, StorageReader):
         self._allow_pickle = allow_pickle
         self._load_id = str(uuid.uuid4())
         self._metadata: Optional[Metadata] = None
+        self._model: Optional[ModelFiles] = None  # open from read_metadata() to read_data()
+        self._seen: Optional[Seen] = None
+        self._failure: Optional[Exception] = None  # of read_metadata() without a rank
         self.total_bytes_read = 0
 
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
@@ -95,29 +126,33 @@ class TensorizerReader(Located, StorageReader):
         """Begins a load, from `checkpoint_id` if you pass one."""
         self._move_to(checkpoint_id)
         self._load_id = str(uuid.uuid4())
-        self._metadata = None
+        self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the content of the marker: of all ranks, or with ``rank=`` of one that saved without collectives.
+        """Returns what the marker of a checkpoint says, or the index of a model.
+
+        With ``rank=`` it is the marker of one rank that saved without collectives. Torch keeps only the texts of these
+        errors.
 
         Raises:
-            FileNotFoundError: There is no complete checkpoint.
-            FormatError: The marker is damaged, or another program wrote it.
-            AuthenticationError: The marker differs from what the key vouches for.
+            FileNotFoundError: There is neither a complete checkpoint nor a model.
+            FormatError: The marker or the model is damaged, or torch's own writers wrote the checkpoint.
+            AuthenticationError: The marker or the file differs from what the key or a signature vouches for.
+            CryptographyError: The key is missing or wrong.
+            OSError: It cannot be read.
         """
-        folder = self._folder()
-        name = marker_name(kwargs.get("rank"))
-
-        def unpacked(content: bytes) -> Metadata:
-            self.total_bytes_read += len(content)
-            return unpack_marker(content, folder.join(name), self._params(), self._trust.required).metadata
-
-        found = folder.read(name, unpacked)
-        # The marker of one rank alone names its own boxes.
-        for fqn, item in found.state_dict_metadata.items() if kwargs.get("rank") is None else ():
-            if isinstance(item, TensorStorageMetadata):
-                boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
-                check_cover(fqn, item.size, boxes, folder.where)
+        rank = kwargs.get("rank")
+        failure, self._failure = self._failure, None
+        self._forget()
+        try:
+            found = self._checkpoint_metadata(rank) if self._may_be_folder() else None
+            if found is None:
+                if rank is not None:  # torch asks so if the first answer was an error, which says what is wrong
+                    raise failure or _nothing_at(self._shown(), None)
+                found = self._model_metadata()
+        except Exception as error:
+            self._failure = error
+            raise
         if hasattr(found, "storage_meta"):
             found.storage_meta = self._storage_meta(load_id=self._load_id)
         return found
@@ -127,11 +162,16 @@ class TensorizerReader(Located, StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan unchanged."""
-        return plan
+        """Returns the plan with what tells the files that this rank sees from others."""
+        return dataclasses.replace(plan, storage_data=self._seen)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans unchanged."""
+        """Returns the plans unchanged.
+
+        Raises:
+            StreamError: Ranks see different files.
+        """
+        compare(self._shown(), [plan.storage_data for plan in plans])
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -140,27 +180,99 @@ class TensorizerReader(Located, StorageReader):
         Raises:
             FormatError: A file is damaged, or is not the one that was written.
             UnsupportedContentError: A tensor was saved by its parts, and the state dict has none of its class to fill.
+            MissingHashError: With ``verify_hash``, a tensor has no digest, as in every ``.safetensors`` file.
             HashMismatchError: With ``verify_hash``, a box differs from what was written.
             pickle.UnpicklingError: A leaf holds more than simple values, without ``allow_pickle``.
             CryptographyError: The key is missing.
             AuthenticationError: A file differs from what the key and the marker vouch for.
             OSError: A file cannot be read.
         """
-        access = Access(self._params(), num_readers=self._threads, trust=self._trust)
-        files = CheckpointFiles(self._folder(), access, verify=self._verify)
-        try:
-            with files:
-                self._read(plan, planner, files)
-        finally:
-            self.total_bytes_read += files.bytes_read
+        if self._model is not None:
+            try:
+                self._read_model(plan, planner, self._model)
+            finally:
+                self._forget()
+        else:
+            files = CheckpointFiles(self._folder(), self._access(), verify=self._verify)
+            try:
+                with files:
+                    self._read(plan, planner, files)
+            finally:
+                self.total_bytes_read += files.bytes_read
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _access(self) -> Access:
+        return Access(self._params(), self._stream_options, num_readers=self._threads, trust=self._trust)
 
     def _params(self) -> Optional[DecryptionParams]:
         params = self._encryption() if callable(self._encryption) else self._encryption
         check_decryption(params)
         return params
+
+    # ---- what is there ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _check(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"checkpoint: expected a path or URI, got {type(path).__name__}")
+        if local_path(path) is not None or scheme_of(path) == "s3":
+            Folder.at(path, stream_options)
+
+    def _shown(self) -> str:
+        return str(shown_location(self._path))
+
+    def _may_be_folder(self) -> bool:
+        """Whether a checkpoint may be there, so that looking for its marker is worth a request."""
+        path = self._place()
+        return local_path(path) is not None or (scheme_of(path) == "s3" and not str(path).endswith(_FILE_ENDINGS))
+
+    def _forget(self) -> None:
+        """Closes the files of a model, and forgets what was there."""
+        self._metadata = self._seen = None
+        model, self._model = self._model, None
+        if model is not None:
+            self.total_bytes_read += model.bytes_read
+            model.close()
+
+    def _checkpoint_metadata(self, rank: Optional[int]) -> Optional[Metadata]:
+        """The content of a marker; ``None`` if there is none."""
+        folder = self._folder()
+        name = marker_name(rank)
+
+        def unpacked(content: bytes) -> tuple[Metadata, SeenFile]:
+            self.total_bytes_read += len(content)
+            marker = unpack_marker(content, folder.join(name), self._params(), self._trust.required)
+            return marker.metadata, SeenFile(len(content), "", (hashlib.sha256(content).hexdigest(),))
+
+        try:
+            found, seen = folder.read(name, unpacked)
+        except OSError as error:
+            if not folder.is_absent(error):
+                raise
+            names = [] if folder.remote or not os.path.isdir(folder.where) else folder.names()
+            if any(map(is_data_file, names)):  # of a save that never ended, or ranks that have a marker each
+                raise
+            if any(name.endswith(".distcp") for name in names):
+                raise written_by_torch(folder.where) from None
+            return None
+        self._seen = {name: seen} if rank is None else None
+        # The marker of one rank alone names its own boxes.
+        for fqn, item in found.state_dict_metadata.items() if rank is None else ():
+            if isinstance(item, TensorStorageMetadata):
+                boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
+                check_cover(fqn, item.size, boxes, folder.where)
+        return found
+
+    def _model_metadata(self) -> Metadata:
+        """What the index of a model says, which stays open until it is read."""
+        try:
+            model = ModelFiles(self._place(), self._access(), verify=self._verify)
+        except (FileNotFoundError, StreamIsADirectoryError) as error:
+            raise _nothing_at(self._shown(), error) from error
+        self._model, self._seen = model, model.seen
+        return model.metadata()
 
     # ---- the items of a rank ----------------------------------------------------------------------------------------
 
@@ -185,6 +297,22 @@ class TensorizerReader(Located, StorageReader):
         for item, target, end in filled:
             if end is not None:
                 end()
+            planner.commit_tensor(item, target)
+
+    def _read_model(self, plan: LoadPlan, planner: LoadPlanner, model: ModelFiles) -> None:
+        wants: list[Want] = []
+        filled: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, model.leaf(name))
+                continue
+            target = self._target(item, planner)
+            part = slices_of(box_at(item.storage_offsets, item.lengths))
+            wants.append(model.want(name, part, target.detach()))
+            filled.append((item, target))
+        model.read(wants)
+        for item, target in filled:
             planner.commit_tensor(item, target)
 
     def _stored(self, index: MetadataIndex) -> Stored:
@@ -255,6 +383,16 @@ class TensorizerReader(Located, StorageReader):
             return torch_saved(files.read_value(fqn, stored))
         data = io.BytesIO(files.read_bytes(fqn, stored))
         return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))
+
+
+def _nothing_at(where: str, error: Optional[OSError]) -> StreamNotFoundError:
+    """The error for a place without a marker or a model."""
+    found = StreamNotFoundError(
+        f"{where}: expected a checkpoint (a folder with {MARKER}), a .tensors or .safetensors file, or the shards of a "
+        f"model, got none of them{'' if error is None else f': {error}'}"
+    )
+    found.source = where
+    return found
 
 
 def _whole(saved: Saved, target: torch.Tensor) -> WantedBox:

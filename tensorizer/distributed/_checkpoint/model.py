@@ -1,0 +1,162 @@
+"""One file of tensors, or the shards of a model, as planners of torch see them: every tensor is one box."""
+
+from __future__ import annotations
+
+import io
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tensorizer import _C
+from tensorizer._files.names import flat_name, flat_names
+from tensorizer._format.extra_state import state_name
+from tensorizer._format.names import path_of
+from tensorizer._io.access import Access
+from tensorizer._io.shards import OpenedShards
+from tensorizer._io.sources import OpenedSource, version_of
+from tensorizer._io.uri import local_path
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.parts import TensorSlice
+from tensorizer._load.reader import FileReader, ReadOptions, no_collections
+from tensorizer.distributed._checkpoint.json_values import torch_saved
+from tensorizer.distributed._checkpoint.marker import check_planner_data
+from tensorizer.distributed._checkpoint.reading import Want, fill
+from tensorizer.errors import StreamError
+
+
+class SeenFile(NamedTuple):
+    """What tells one rank's view of a file from another rank's."""
+
+    nbytes: Any
+    machine: str  # whose clock and file system the version is of; empty where that is a store
+    version: tuple[Any, ...]  # ETag, or time of the last change
+
+
+#: By name. Ranks send it to the coordinator.
+Seen = dict[str, SeenFile]
+
+
+class ModelFiles:
+    """The file or shards, open. Names are those of :func:`tensorizer.torch.load_file`, joined with dots.
+
+    Raises:
+        OSError: It cannot be opened.
+        FormatError: It is damaged, or has a dtype that this torch lacks.
+        CryptographyError: The key is missing or wrong.
+        AuthenticationError: It is not what its key or a signature vouches for.
+    """
+
+    def __init__(self, place: Any, access: Access, *, verify: bool) -> None:
+        self._verify = verify
+        self.file: OpenFile = open_file(
+            place, access, ReadOptions(verify_hash=verify or None, allow_missing_hashes=True)
+        )
+        try:
+            if not self.file.shows_all:
+                self.file.read_headers(self.file.stored)
+            self._entries = flat_names(self.file)
+            self._states: dict[str, tuple[tuple[str, ...], Any]] = {}
+            for path, state in self.file.extra_states().items():
+                self._add_state((state_name(path),), state)
+            self._tensors = {name: TensorSlice(self.file, i) for name, i in self._entries.items()}
+            self.seen = _seen(self.file)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def _add_state(self, path: tuple[str, ...], state: Any) -> None:
+        """Extra state as a whole, and by the names that planners give what is in its dictionaries."""
+        self._states[".".join(path)] = path, state
+        for key, value in state.items() if isinstance(state, dict) else ():
+            self._add_state((*path, key), value)
+
+    def close(self) -> None:
+        self.file.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that came from the sources so far."""
+        return self.file.bytes_read or 0
+
+    def metadata(self) -> Metadata:
+        """What planners want to know."""
+        items: dict[str, Any] = {name: BytesStorageMetadata() for name in self._states}
+        with no_collections():
+            for name, tensor in self._tensors.items():
+                shape = tensor.shape
+                chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+                items[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), shape, [chunk])
+        file = self.file
+        paths: dict[str, Any] = {
+            flat_name(file.names[i], file.type(i)): path_of(file.names[i])
+            for i in file.selection
+            if not isinstance(file.names[i], str)
+        }
+        paths.update({name: path for name, (path, _) in self._states.items()})
+        planner_data = {name: paths.get(name, (name,)) for name in items}
+        check_planner_data(planner_data, items)
+        return Metadata(state_dict_metadata=items, planner_data=planner_data, storage_data={})
+
+    def want(self, name: str, part: tuple[slice, ...], target: torch.Tensor) -> Want:
+        """A part of a tensor, and where it goes."""
+        tensor = self._tensors[name]
+        return Want(self.file, self._entries[name], tuple(tensor.shape), tensor.dtype, part, target)
+
+    def leaf(self, name: str) -> io.BytesIO:
+        """The extra state of a module, in bytes of ``torch.save`` that were made here."""
+        return torch_saved(self._states[name][1])
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fills the targets. Raises as :func:`~tensorizer.distributed._checkpoint.reading.fill`."""
+        fill(wants, verify=self._verify or self.file.checks_whole, check=_agreed)
+
+
+def _agreed(reader: FileReader, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
+    """The data agree with the digests of the file, and nothing else says what they should be."""
+
+
+def _seen(file: OpenFile) -> Seen:
+    opened = file.opened
+    files: Mapping[str, OpenedSource] = opened.files if isinstance(opened, OpenedShards) else {"": opened}
+    seen: Seen = {}
+    for name, source in files.items():
+        local = source.location is not None and local_path(source.location) is not None
+        version = version_of(source)
+        seen[name] = SeenFile(source.source.size(), socket.gethostname() if local else "", version)
+    return seen
+
+
+def compare(where: str, views: Sequence[Any]) -> None:
+    """Holds the files that ranks see against each other.
+
+    Raises:
+        StreamError: Two ranks see different ones.
+    """
+    first_on: dict[tuple[str, str], tuple[int, SeenFile]] = {}  # by file and machine
+    for rank, view in enumerate(views):
+        if view is None or views[0] is None:
+            continue
+        other = None if view.keys() == views[0].keys() else 0
+        for name, found in view.items() if other is None else ():
+            if found.nbytes != views[0][name].nbytes:
+                other = 0
+                break
+            first, known = first_on.setdefault((name, found.machine), (rank, found))
+            if known.version != found.version:
+                other = first
+                break
+        if other is not None:
+            error = StreamError(
+                f"{where}: rank {rank} and rank {other} read different files (was the file replaced during the load?)"
+            )
+            error.source = where
+            raise error
