@@ -23,7 +23,7 @@ from samples import assert_same, tensor
 from servers.s3_recorder import S3Recorder
 
 import tensorizer
-from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, s3, stream_io
+from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, stream_io
 from tensorizer._io import certificates
 from tensorizer._io.s3.client import s3_code
 from tensorizer.errors import FormatError, StreamError
@@ -426,7 +426,8 @@ class TestParts:
         data = os.urandom(60 * PART)
         for connections in (1, 8, 32):
             options = HTTPOptions(connections=connections)
-            sink = s3.open_sink("s3://bucket/memory", http_options=options, **store.arguments)
+            arguments = {"http_options": options, **store.arguments}
+            sink = stream_io.open_stream("s3://bucket/memory", "wb", **arguments).detach_sink()
             sink.reserve(len(data))
             for at in range(0, len(data), PART):
                 sink.write_at(at, data[at : at + PART])

@@ -23,7 +23,7 @@ from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import free_port
 from servers.s3_server import S3Server, s3_is_installed
 
-from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
+from tensorizer import TensorDeserializer, TensorSerializer, stream_io
 from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import open_stream
 
@@ -340,7 +340,8 @@ class TestStreamingWrites:
             assert_same(dict(TensorDeserializer(stream, device="cpu").items()), {**expected, **more})
 
     def test_memory_stays_within_the_budget(self, store, small_parts):
-        sink = s3.open_sink("s3://bucket/budget", memory_budget=20 * MIB, **store.arguments)
+        arguments = {"memory_budget": 20 * MIB, **store.arguments}
+        sink = stream_io.open_stream("s3://bucket/budget", "wb", **arguments).detach_sink()
         data = random_bytes(60 * MIB)
         sink.reserve(len(data))
         for at in range(0, len(data), MIB):
