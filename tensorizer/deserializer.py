@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import torch
 
+from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, no_such_name, path_of
@@ -101,7 +102,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
     report: Optional[LoadReport] = None
 
-    @checks.says_dtype
+    @says_dtype
     def __init__(
         self,
         file_obj: SourceArgument,
@@ -483,7 +484,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         check_module(m, "for a state dict use module.load_state_dict(deserializer)")
         check_filter(filter_func)
         file = self._open_file
-        stored = module_names(file, file.accepted_by(filter_func), checks.text("prefix", prefix))
+        stored = module_names(
+            file, file.accepted_by(filter_func), checks.text("prefix", prefix) if prefix != "" else prefix
+        )
         try:
             view = ModuleView(m)
             hands_over = is_state_dict(file, stored.values()) and view.changes_state_dict and view.assigns

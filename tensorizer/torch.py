@@ -16,7 +16,6 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer._files.contents import check_state_dict, module_contents, state_dict_contents, state_of
-from tensorizer._files.names import flat_names, state_dict_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import no_such_name
@@ -92,7 +91,7 @@ def load_file(
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None, direct_io=direct_io)
     with open_file(lent(filename), access, options, filter_func) as file:
-        return state_dict_of(file, file.read_plain(file.selection))
+        return file.as_state_dict(file.read_plain(file.selection))
 
 
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def load_model(
     options = ReadOptions(chosen, dtype, maps(backend), verify or None)
     with open_file(lent(filename), access, options) as file:
         how = Filling(assign, ignores_sizes=ignore_mismatched_sizes)
-        return ModuleFill(view, file, flat_names(file), how, strict).run()
+        return ModuleFill(view, file, file.flat_names(), how, strict).run()
 
 
 def save_model(
@@ -312,7 +311,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         self._file = open_file(lent(filename), Access.to_read(encryption, stream_options, trust=trust), options)
         try:
             self._metadata = self._file.metadata()
-            self._entries = flat_names(self._file)
+            self._entries = self._file.flat_names()
             # Of tensors with several names: the name that one was given out under last, and that tensor while it lives.
             self._tied: dict[int, Optional[tuple[str, Callable[[], Optional[torch.Tensor]]]]]
             self._tied = dict.fromkeys(self._file.aliases.values())

@@ -16,13 +16,13 @@ from tensorizer import _C
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file, has_signature_beside, open_once
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
+from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.shards import ORIGIN_KEY, facts_of, index_name, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
 from tensorizer._load.open_file import OpenFile
-from tensorizer._system.checks import says_dtype
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument

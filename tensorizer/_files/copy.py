@@ -17,8 +17,7 @@ from tensorizer._io.access import Access
 from tensorizer._io.shards import open_files
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import OpenedSource, open_source
-from tensorizer._io.uri import local_path, scheme_of
-from tensorizer._load.authenticity import signature_place
+from tensorizer._io.uri import local_path, scheme_of, signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import (
     MAY_BE_FORBIDDEN,
@@ -158,7 +157,7 @@ def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
     config = next((file for file in files if os.path.basename(file) == "config.json"), None)
     if config is None:
         return
-    from tensorizer._files.names import is_quantised_by_torchao  # which needs torch
+    from tensorizer._format.dtypes import is_quantised_by_torchao  # which needs torch
 
     values: Any = None
     with open(config, "rb") as stream, contextlib.suppress(ValueError):

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.names import flat_name
-from tensorizer._format.entries import FilterFuncType, HashType
+from tensorizer._format.entries import FilterFuncType, HashType, flat_name
 from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
 from tensorizer._io.access import Access

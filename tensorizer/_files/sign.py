@@ -12,9 +12,9 @@ from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import read_checked
-from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._io.uri import local_path, scheme_of, signature_place
 from tensorizer._keys import signer_of
-from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES, signature_place
+from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted

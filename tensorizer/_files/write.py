@@ -17,8 +17,8 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Contents
 from tensorizer._files.copy import check_target, other_forms, remove_files
-from tensorizer._files.names import flat_name
 from tensorizer._format.dtypes import CASTABLE
+from tensorizer._format.entries import flat_name
 from tensorizer._format.names import Path, double_name, name_of, name_text
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
@@ -111,7 +111,8 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
         )
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
-        with progress_reporter(access.progress, total, "writing") as report:
+        told = progress_reporter(access.progress, total, "writing") if access.progress else contextlib.nullcontext()
+        with told as report:
             _Writing(contents, plan, options, access, hashes, report).write(names, files[-1])
         remove_files(old, access.stream_options)
     return plan, files

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional, TypeVar, cast
 
 import numpy as np
 import torch
@@ -50,6 +51,23 @@ class LoadedDtype(NamedTuple):
     dtype: torch.dtype
     reinterpret: bool  # made as integers of the same width, then viewed as `dtype`
     differentiable: bool  # the Parameter's requires_grad: floating point and complex types
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def says_dtype(function: _Function) -> _Function:
+    """For functions with a ``dtype=``: the error for ``torch_dtype=`` says so."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch_dtype" in kwargs:
+            raise TypeError(f"{function.__qualname__}() has no argument torch_dtype=; did you mean dtype=?")
+        return function(*args, **kwargs)
+
+    wrapped = cast(_Function, call)
+    wrapped.__kwdefaults__ = function.__kwdefaults__  # the same dictionary, for programs that change it
+    return wrapped
 
 
 def torch_dtype(stored: str) -> torch.dtype:
@@ -156,3 +174,12 @@ def stored_for_array(dtype: np.dtype[np.generic]) -> str:
 def numpy_has(dtype: torch.dtype) -> bool:
     """Whether numpy has arrays of it."""
     return dtype in _TORCH_TO_STORED
+
+
+def is_quantised_by_torchao(config: Any) -> bool:
+    """Whether the configuration of a model, as the library has it or as in its file, says so."""
+    quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
+    method = (
+        quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
+    )
+    return str(getattr(method, "value", method)) == "torchao"

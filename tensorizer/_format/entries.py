@@ -98,3 +98,10 @@ class TensorEntry:
         if not digits.isdigit():
             raise FormatError(f"tensor {self.name!r}: stored dtype {self.dtype!r} has no size")
         return int(digits)
+
+
+def flat_name(name: Name, type: TensorType) -> str:
+    """A name without the dot in front that modules give tensors of their root; the steps of a path joined by dots."""
+    text = name if isinstance(name, str) else ".".join(map(str, name))
+    of_root = type is not TensorType.STATE_DICT and text.startswith(".") and len(text) > 1
+    return text[1:] if of_root else text

@@ -90,7 +90,8 @@ class Access(NamedTuple):
         progress: ProgressArgument = False,
     ) -> Access:
         """For writing. Raises ``TypeError`` if `encryption` is neither ``EncryptionParams`` nor ``None``."""
-        check_encryption(encryption)
+        if encryption is not None:
+            check_encryption(encryption)
         return cls(encryption, stream_options, progress=progress)
 
     @property

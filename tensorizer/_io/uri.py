@@ -147,6 +147,19 @@ def name_in(folder: Any, name: str) -> str:
     return f"{folder_uri(folder)}/{name}" if path is None else os.path.join(path, name)
 
 
+def signature_place(location: Any) -> Any:
+    """The name of a file with ``.sig`` behind it; ``None`` for what has no name."""
+    if location is None or isinstance(location, int):
+        return None
+    scheme = scheme_of(location)
+    if scheme is not None:
+        name, behind = split_query(location)
+        return f"{name}.sig" + ("" if scheme == "s3" else behind)  # a version is that of the other object
+    if hasattr(location, "__fspath__"):
+        location = location.__fspath__()
+    return location + (b".sig" if isinstance(location, bytes) else ".sig")
+
+
 def identity_of(location: Any) -> Hashable:
     """What names of one file have in common: the absolute path, or the URI without user, password and query."""
     path = local_path(location)

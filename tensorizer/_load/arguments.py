@@ -10,6 +10,7 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
+from tensorizer._system.devices import as_device
 
 _Device = Union[torch.device, str, int]
 #: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
@@ -91,13 +92,6 @@ def _one_device(device: Optional[_Device]) -> torch.device:
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
     return resolved
-
-
-def as_device(device: Optional[_Device]) -> torch.device:
-    """The device; a number is that of a CUDA device, as torch has it, also where there is none. ``None`` is the CPU."""
-    if device is None:
-        return torch.device("cpu")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def _parsed(device: _Device) -> torch.device:

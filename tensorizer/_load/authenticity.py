@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Optional, Union
+from typing import Optional
 
 from tensorizer import _C
 from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource, read_checked
-from tensorizer._io.uri import scheme_of, split_query
+from tensorizer._io.uri import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import MAY_BE_FORBIDDEN, AuthenticationError, is_absent, is_denied, named
 
@@ -93,17 +93,3 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> 
 
 def _signed_by_others(name: str, signers: list[bytes]) -> AuthenticationError:
     return AuthenticationError(f"{name}: signed by other keys: {', '.join(signer.hex() for signer in signers)}")
-
-
-def signature_place(location: Any) -> Any:
-    """The name of a file with ``.sig`` behind it; ``None`` for what has no name."""
-    if location is None or isinstance(location, int):
-        return None
-    scheme = scheme_of(location)
-    if scheme is not None:
-        name, behind = split_query(location)
-        return f"{name}.sig" + ("" if scheme == "s3" else behind)  # a version is that of the other object
-    if hasattr(location, "__fspath__"):
-        location = location.__fspath__()
-    ending: Union[str, bytes] = b".sig" if isinstance(location, bytes) else ".sig"
-    return location + ending

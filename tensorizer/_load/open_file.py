@@ -20,10 +20,10 @@ import torch
 from tensorizer import _C
 from tensorizer._format import dtypes, extra_state
 from tensorizer._format.dtypes import known_dtype
-from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash
-from tensorizer._format.names import Name, listed
+from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, flat_name
+from tensorizer._format.names import Key, Name, Path, double_name, listed, path_of
 from tensorizer._format.payloads import check_memory, contiguous, same_bits
-from tensorizer._format.tree import Node, build_tree
+from tensorizer._format.tree import Node, branch, build_tree
 from tensorizer._io.access import Access
 from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import as_dtype, check_filter
@@ -245,6 +245,44 @@ class OpenFile(OpenIndex):
     def casts(self, stored: Optional[torch.dtype]) -> bool:
         """Whether ``dtype=`` converts tensors of a stored dtype, or may where that is not known."""
         return dtypes.casts(stored, self.options.dtype)
+
+    # ---- names of state dicts ---------------------------------------------------------------------------------------
+
+    def flat_names(self) -> dict[str, int]:
+        """The chosen entries by the names that state dicts and ``.safetensors`` have for them.
+
+        Raises:
+            FormatError: Two tensors would have one name.
+        """
+        found: dict[str, int] = {}
+        for i in self.selection:
+            name = self.names[i]
+            found[name if isinstance(name, str) and name[:1] != "." else flat_name(name, self.type(i))] = i
+        if len(found) < len(self.selection):
+            named = [(self.names[i], flat_name(self.names[i], self.type(i))) for i in self.selection]
+            raise file_error(self.source_name, double_name(named))
+        return found
+
+    def as_state_dict(self, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
+        """The tensors of the chosen entries as a state dict: nested names as dicts, integer keys below the top as
+        lists.
+
+        Raises:
+            FormatError: Two tensors would have one name.
+        """
+        names = [self.names[i] for i in self.selection]
+        if all(isinstance(name, str) for name in names):
+            return dict(zip(self.flat_names(), tensors))
+        below: dict[Key, list[tuple[Path, torch.Tensor]]] = {}  # by what the file calls what is on the top
+        keys: dict[Key, Key] = {}
+        for i, name, tensor in zip(self.selection, names, tensors):
+            top, *path = path_of(name)
+            keys[top] = flat_name(name, self.type(i)) if isinstance(name, str) else top
+            below.setdefault(top, []).append((tuple(path), tensor))
+        double = double_name(keys.items())
+        if double is not None:
+            raise file_error(self.source_name, double)
+        return {keys[top]: branch(pairs) for top, pairs in below.items()}
 
     # ---- facts of record headers ------------------------------------------------------------------------------------
 
@@ -555,8 +593,10 @@ def file_of(
 ) -> OpenFile:
     """What :func:`open_file` gives, of sources that are open already, which are closed after an error."""
     try:
-        check_filter(filter_func)
-        options = options._replace(dtype=as_dtype(options.dtype))
+        if filter_func is not None:
+            check_filter(filter_func)
+        if options.dtype is not None:
+            options = options._replace(dtype=as_dtype(options.dtype))
         if isinstance(opened, OpenedShards):
             access = _of_each(access, len(opened.files))
             readers = [open_reader(shard, access, options, filter_func) for shard in opened.files.values()]

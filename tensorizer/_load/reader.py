@@ -495,7 +495,7 @@ class DirectIO:
 
     def __init__(self, source: _C.RangeSource, choice: str) -> None:
         self._undecided: Optional[_C.FileSource] = None
-        self._alone = ranks_of_node() == 1  # others find in the cache what this one reads
+        self._alone = False
         if not isinstance(source, _C.FileSource) or choice == "never":
             return
         if choice == "always":
@@ -509,7 +509,7 @@ class DirectIO:
         A large load decides for all that follow: what it did not leave in the cache is not there for them either.
         """
         source = self._undecided
-        if source is None or not self._alone:
+        if source is None or not (self._alone or ranks_of_node() == 1):  # others find in the cache what this one reads
             return
         wanted = nbytes()
         if wanted >= _LARGE_NBYTES or wanted >= cgroup.available_nbytes() // _SHARE_OF_MEMORY:

@@ -119,8 +119,11 @@ def tensors_file(
     Raises:
         OSError: The target cannot be written.
     """
-    check_encryption(encryption)
-    key, derivation = encryption_key(encryption)
+    key: Optional[_C.SecretKey] = None
+    derivation: Optional[tuple[int, int, bytes]] = None
+    if encryption is not None:
+        check_encryption(encryption)
+        key, derivation = encryption_key(encryption)
     opened = open_sink(target, fsync, stream_options)
     give_up = [opened.discard]
     try:

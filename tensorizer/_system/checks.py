@@ -6,11 +6,10 @@ type or the number that was found; a text they never show.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Optional, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Optional
 
 from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
@@ -27,23 +26,6 @@ def text(name: str, value: Any) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(f"{name}: expected text that UTF-8 can encode, got a lone surrogate")
     return value
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def says_dtype(function: _Function) -> _Function:
-    """For functions with a ``dtype=``: the error for ``torch_dtype=`` says so."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch_dtype" in kwargs:
-            raise TypeError(f"{function.__qualname__}() has no argument torch_dtype=; did you mean dtype=?")
-        return function(*args, **kwargs)
-
-    wrapped = cast(_Function, call)
-    wrapped.__kwdefaults__ = function.__kwdefaults__  # the same dictionary, for programs that change it
-    return wrapped
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wanted: Optional[str] = None) -> int:

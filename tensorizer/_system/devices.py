@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Callable
+from typing import Callable, Optional, Union
 
 import torch
 
@@ -59,3 +59,10 @@ def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(False))
     return stack
+
+
+def as_device(device: Optional[Union[torch.device, str, int]]) -> torch.device:
+    """The device; a number is that of a CUDA device, as torch has it, also where there is none. ``None`` is the CPU."""
+    if device is None:
+        return torch.device("cpu")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise UsageError("expected FILE and --key, or --generate-key")
     with cli.imports():
         from tensorizer._files.sign import sign
-    from tensorizer._load.authenticity import signature_place
+    from tensorizer._io.uri import signature_place
     from tensorizer.signing import SigningKey
 
     places = [signature_place(file) for file in arguments.files]

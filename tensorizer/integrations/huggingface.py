@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._load.arguments import as_device
+from tensorizer._system.devices import as_device
 from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["from_pretrained", "load_adapter", "save_pretrained"]

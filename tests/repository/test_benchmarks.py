@@ -348,9 +348,19 @@ class TestServers:
 def test_a_call_enters_few_files_and_a_further_tensor_costs_few_calls() -> None:
     from benchmarks import walks
 
-    bounds = {"load_into_module": (15, 8), "torch.load_file": (12, 4), "convert": (25, 20), "from_pretrained": (22, 20)}
+    bounds = {"load_into_module": (15, 8), "torch.load_file": (12, 4), "convert": (22, 20), "from_pretrained": (22, 20)}
     if importlib.util.find_spec("transformers") is None:
         del bounds["from_pretrained"]
     for name, (files, calls) in bounds.items():
         found = walks.walk(walks.WALKS[name])
         assert (found.files <= files, found.calls <= calls) == (True, True), (name, found)
+
+
+def test_a_conversion_of_one_tensor_takes_few_calls(tmp_path: Path) -> None:
+    from benchmarks import walks
+
+    counted = []
+    for name in ("first", "second"):  # the first imports what is imported late
+        (tmp_path / name).mkdir()
+        counted.append(walks.count(walks.convert(tmp_path / name, 1))[1])
+    assert counted[1] <= 400

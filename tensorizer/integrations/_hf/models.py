@@ -18,8 +18,7 @@ from typing import Any, Optional
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tensorizer._files.names import flat_names, is_quantised_by_torchao
-from tensorizer._format.dtypes import CASTABLE, known_dtype, torch_dtype
+from tensorizer._format.dtypes import CASTABLE, is_quantised_by_torchao, known_dtype, torch_dtype
 from tensorizer._io.access import Trust
 from tensorizer._io.uri import local_path
 from tensorizer._load.arguments import meant_dtype, named_dtype
@@ -388,7 +387,7 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
     wanted = _wanted_dtypes(view)
     main = _most_common(wanted.values())
     with weights.open(device, main) as file:
-        stored = flat_names(file)
+        stored = file.flat_names()
         fill = ModuleFill(view, file, stored, Filling(ties="equal"), strict=True)
         if fill.hands_over or not fill.report.ok or not _kinds_fit(file, stored, wanted):
             return False
@@ -406,7 +405,7 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
             return shown(str(stored_name)) in chosen
 
         with weights.open(device, dtype if dtype in CASTABLE else None, accepts) as part:
-            entries = flat_names(part)
+            entries = part.flat_names()
             tensors.update(zip(entries, part.load(list(entries.values()))))
     fill.put(tensors)
     return True

@@ -22,8 +22,8 @@ from tensorizer._files.contents import (
     state_dict_contents,
 )
 from tensorizer._files.copy import other_format_beside, other_forms, remove_files
-from tensorizer._files.names import is_quantised_by_torchao
 from tensorizer._files.write import WriteOptions, format_of, write_contents
+from tensorizer._format.dtypes import is_quantised_by_torchao
 from tensorizer._io.access import Access
 from tensorizer._io.forms import origin_in
 from tensorizer._io.shards import ORIGIN_KEY, origin_text

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tensorizer._files.contents import files_of_index, read_pickled
-from tensorizer._files.names import state_dict_of
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.forms import choose
 from tensorizer._load.arguments import target_device
@@ -63,7 +62,7 @@ class Weights(NamedTuple):
         if self.pickled:
             return read_pickled(self.source)[0]
         with self.open() as file:
-            return state_dict_of(file, file.read_plain(file.selection))
+            return file.as_state_dict(file.read_plain(file.selection))
 
 
 def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:
