@@ -191,7 +191,7 @@ kernels-mutate: system-native  ## are wrong kernels caught by the native tests?
 CXX_FILES := git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/native/*.h' 'tests/native/*.cpp' 'benchmarks/*.cpp'
 
 .PHONY: lint format types
-lint: system-lint $(VENV)/stamp-dev  ## ruff, codespell, zizmor, clang-format, mypy --strict, clang-tidy (TIDY_FOLDERS='core format')
+lint: system-lint $(VENV)/stamp-dev  ## ruff, codespell, zizmor, clang-format, mypy --strict, docs/cli.md, clang-tidy (TIDY_FOLDERS='core format')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo codespell
@@ -201,6 +201,7 @@ lint: system-lint $(VENV)/stamp-dev  ## ruff, codespell, zizmor, clang-format, m
 	@echo clang-format --dry-run -Werror
 	@files=$$($(CXX_FILES)); [ -z "$$files" ] || $(BIN)/clang-format --dry-run -Werror $$files
 	$(BIN)/mypy --strict
+	$(BIN)/python scripts/cli_reference.py --check
 	@CLANG_TIDY=$(BIN)/clang-tidy JOBS=$(JOBS) scripts/tidy.sh $(TIDY_FOLDERS)
 
 format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project's style

@@ -344,6 +344,15 @@ def test_the_reference_page_lists_every_command_and_option():
             assert option in section, (name, option)
 
 
+def test_the_output_at_the_top_of_the_reference_page_is_what_the_commands_print():
+    program = (
+        f"import runpy; print(runpy.run_path({str(ROOT / 'scripts' / 'cli_reference.py')!r})['session'](), end='')"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page.partition("```console\n")[2].partition("```")[0] == printed.stdout
+
+
 def test_the_version_names_the_libraries_that_the_module_runs_with():
     result = run("--version")
     assert result.returncode == 0
