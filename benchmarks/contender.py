@@ -231,6 +231,10 @@ class Contender:
         """A storage reader for what the writer wrote."""
         raise NotImplementedError
 
+    def dcp_model_reader(self, path: Path) -> Any:
+        """A storage reader for a folder of ``.safetensors`` shards with their index."""
+        raise NotImplementedError
+
     def can(self, what: str) -> bool:
         """Whether this contender offers the method or fact ``what``."""
         own = getattr(type(self), what)

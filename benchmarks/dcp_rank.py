@@ -38,6 +38,17 @@ def state_of(nbytes: int, filled: bool) -> dict[str, Any]:
     return state
 
 
+def write_model(nbytes: int, folder: Path) -> None:
+    """The whole model as the hub has it: three shards of ``.safetensors`` and their index."""
+    import torch
+
+    from tensorizer.torch import save_file
+
+    folder.mkdir(parents=True)
+    state = {name: torch.full(shape, value_of(name), dtype=torch.bfloat16) for name, shape in llm_shapes(nbytes)}
+    save_file(state, folder / "model.safetensors", max_shard_size=nbytes // 3 + (1 << 20))
+
+
 def value_of(name: str) -> int:
     """A number that bfloat16 holds."""
     return zlib.crc32(name.encode()) % 128
@@ -52,9 +63,15 @@ def run(who: Any, operation: str, nbytes: int, path: Path) -> dict[str, Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
+    if operation == "shards":
+        if dist.get_rank() == 0:
+            write_model(nbytes, path)
+        dist.barrier()
+        return {}
     saves = operation == "save"
     state = state_of(nbytes, filled=saves)
-    storage = who.dcp_writer(path) if saves else who.dcp_reader(path)
+    make = {"save": who.dcp_writer, "load": who.dcp_reader, "load-model": who.dcp_model_reader}
+    storage = make[operation](path)
     dist.barrier()
     begin = time.perf_counter()
     if saves:
@@ -76,7 +93,9 @@ def run(who: Any, operation: str, nbytes: int, path: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("who")
-    parser.add_argument("operations", help="save, load or save,load; the last one is reported")
+    parser.add_argument(
+        "operations", help="some of save, load, shards and load-model, with commas; the last one is reported"
+    )
     parser.add_argument("rank", type=int)
     parser.add_argument("ranks", type=int)
     parser.add_argument("nbytes", type=int)

@@ -1,4 +1,7 @@
-"""``torch.distributed.checkpoint`` with 1, 2 and 4 ranks on one machine: saves that reach the disk, loads, reshards."""
+"""``torch.distributed.checkpoint`` with 1, 2 and 4 ranks on one machine: saves that reach the disk, loads, reshards.
+
+Two ranks load a model as the hub has it, too.
+"""
 
 from __future__ import annotations
 
@@ -76,20 +79,37 @@ def reshard(bench: Bench, ranks: int) -> float:
         return run_ranks(bench, "load", ranks, path)
 
 
-CASES = tuple(
-    Case(
-        f"dcp-{name}-{ranks}",
-        f"{title}, {ranks} rank{'s' if ranks > 1 else ''}",
-        "dcp_writer",
-        partial(measure, ranks=ranks),
-        goals=(Goal("torch-dcp", at_least=goal),),
-        family=f"dcp-{name}",
-        at=ranks,
-    )
-    for name, title, measure, goal in (
-        ("save", "distributed checkpoint, save to disk", save, 1.5),
-        ("load", "distributed checkpoint, load, page cache hot", load, 2.0),
-        ("reshard", "distributed checkpoint, load with one rank less", reshard, 2.0),
-    )
-    for ranks in _RANKS
+def load_model(bench: Bench, ranks: int) -> float:
+    """The shards of a model in ``.safetensors``, of which each rank wants its rows, from the page cache."""
+    with checkpoint(bench) as path:
+        return run_ranks(bench, "shards,load-model", ranks, path)
+
+
+_MODEL = Case(
+    "dcp-model-2",
+    "model folder of Hugging Face into sharded tensors, page cache hot, 2 ranks",
+    "dcp_model_reader",
+    partial(load_model, ranks=2),
+    goals=(Goal("hf-dcp", at_least=3.0),),
+)
+
+CASES = (
+    _MODEL,
+    *(
+        Case(
+            f"dcp-{name}-{ranks}",
+            f"{title}, {ranks} rank{'s' if ranks > 1 else ''}",
+            "dcp_writer",
+            partial(measure, ranks=ranks),
+            goals=(Goal("torch-dcp", at_least=goal),),
+            family=f"dcp-{name}",
+            at=ranks,
+        )
+        for name, title, measure, goal in (
+            ("save", "distributed checkpoint, save to disk", save, 1.5),
+            ("load", "distributed checkpoint, load, page cache hot", load, 2.0),
+            ("reshard", "distributed checkpoint, load with one rank less", reshard, 2.0),
+        )
+        for ranks in _RANKS
+    ),
 )

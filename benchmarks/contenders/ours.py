@@ -72,6 +72,9 @@ class Ours(Contender):
 
         return TensorizerReader(path)
 
+    def dcp_model_reader(self, path: Path) -> Any:
+        return self.dcp_reader(path)
+
     def prepare_encrypted(self, state: State, path: Path) -> None:
         self.save_encrypted(state, path)
 

@@ -58,3 +58,6 @@ class HuggingFaceDcp(TorchDcp):
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 
         return HuggingFaceStorageReader(str(path))
+
+    def dcp_model_reader(self, path: Path) -> Any:
+        return self.dcp_reader(path)
