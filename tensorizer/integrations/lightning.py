@@ -6,12 +6,14 @@ Install ``lightning`` or ``lightning-fabric``.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import itertools
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Optional, Union, cast
 
@@ -48,12 +50,15 @@ except ModuleNotFoundError as error:
         raise
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO  # the package lightning-fabric alone
 
-__all__ = ["TensorizerCheckpointIO"]
+__all__ = ["TensorizerCheckpointIO", "load_from_checkpoint"]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
 
 logger = logging.getLogger(__name__)
+
+# Classes of Lightning that a checkpoint can make.
+_MADE = ("LightningModule", "LightningDataModule")
 
 MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], Any], None]
 
@@ -61,12 +66,13 @@ MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], A
 class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not shown lightning
     """Keeps the checkpoints of ``Trainer(plugins=[…])`` and ``Fabric(plugins=[…])`` in one ``.tensors`` file each.
 
-    Tensors and NumPy arrays of numbers are records of the file. Tied weights are stored once, and are one tensor after
-    loading. Numbers, texts, bytes, and lists, tuples and dicts of them are JSON in its metadata. Other objects are
+    Tensors and NumPy arrays of numbers are records of the file, under their paths in the checkpoint, such as
+    ``state_dict.layer.weight``. Tied weights are stored once, and are one tensor after loading. Numbers, texts, bytes,
+    and lists, tuples and dicts of them are JSON in its metadata. Other objects are
     stored as ``torch.save`` stores them, and read with ``torch.load(weights_only=True)`` unless the caller trusts the
     file. A file appears when it is complete.
-    ``load_from_checkpoint`` of a ``LightningModule`` cannot read these files: pass
-    ``load_checkpoint(path)["state_dict"]`` to ``load_state_dict``.
+    ``load_from_checkpoint`` of a ``LightningModule`` reads with ``torch.load``, which does not know these files: use
+    :func:`load_from_checkpoint` of this module.
 
     Lightning never calls this class under strategies whose ranks write shards (FSDP, model parallel). With them, put
     :func:`tensorizer.distributed.dcp_default` around ``trainer.fit``, or around ``fabric.save`` and ``fabric.load``.
@@ -265,16 +271,80 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             pending.result()
 
 
+def load_from_checkpoint(
+    module_class: Any,
+    path: Union[str, os.PathLike[str]],
+    *,
+    map_location: MapLocation = None,
+    strict: Optional[bool] = None,
+    weights_only: Optional[bool] = None,
+    decryption: Optional[DecryptionParams] = None,
+    verify_hash: bool = False,
+    public_key: PublicKeyArgument = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+    **kwargs: Any,
+) -> Any:
+    """Makes a ``LightningModule`` from a checkpoint of :class:`TensorizerCheckpointIO`, with its hyperparameters.
+
+    It does what ``module_class.load_from_checkpoint(path)`` does for files of ``torch.save``, and reads these as well.
+    A ``LightningDataModule`` works too. ::
+
+        model = load_from_checkpoint(MyModule, "run/last.ckpt")
+        model.eval()
+
+    Args:
+        module_class: The class to make.
+        path: A local path or URI.
+        map_location: As for :meth:`TensorizerCheckpointIO.load_checkpoint`. Default: the CPU.
+        strict: Whether the names in the checkpoint must be those of the module. Default: as the module says
+            (``strict_loading``), which is ``True`` unless you set it.
+        weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
+        decryption: The key of an encrypted file.
+        verify_hash: Compares the tensors with their digests.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        stream_options: Keywords for opening ``s3://`` URIs.
+        **kwargs: Arguments of the class; they take precedence over the stored hyperparameters.
+
+    Returns:
+        The module, on the device of its tensors. It is in training mode, as Lightning leaves it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FormatError: The file is not a checkpoint of :class:`TensorizerCheckpointIO`.
+        RuntimeError: With `strict`, names or shapes of the module and of the checkpoint differ.
+        pickle.UnpicklingError: As for :meth:`TensorizerCheckpointIO.load_checkpoint`.
+    """
+    reader = TensorizerCheckpointIO(
+        decryption=decryption, verify_hash=verify_hash, public_key=public_key, stream_options=stream_options
+    )
+    # Of the package that the class is of: lightning, or pytorch_lightning.
+    names = [base.__module__ for base in module_class.__mro__ if base.__name__ in _MADE]
+    if not names:
+        raise TypeError(f"module_class: expected a LightningModule or LightningDataModule, got {module_class!r}")
+    saving = importlib.import_module(f"{names[0].rpartition('.')[0]}.saving")
+    checkpoint = saving._pl_migrate_checkpoint(reader.load_checkpoint(path, map_location, weights_only))
+    checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
+    if "LightningModule" not in {base.__name__ for base in module_class.__mro__}:
+        return saving._load_state(module_class, checkpoint, **kwargs)
+    model = saving._load_state(module_class, checkpoint, strict=strict, **kwargs)
+    tensors = (tensor for tensor in checkpoint["state_dict"].values() if isinstance(tensor, torch.Tensor))
+    first = next(tensors, None)
+    return model if first is None else model.to(first.device)
+
+
 def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """JSON for a checkpoint, and the tensors that it names; one tensor or array in several places is one, and so are
-    tied weights, which a state dict has as several tensors over the same memory."""
+    """JSON for a checkpoint, and the tensors that it refers to, by their paths.
+
+    One tensor or array in several places is one record, under its first path. So are tied weights, which a state dict
+    has as several tensors over the same memory.
+    """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[Hashable, Any] = {}  # what stands for an object, by its id, and for the memory of a tensor
 
-    def leaf(value: Any) -> Any:
+    def leaf(value: Any, place_of_value: Place) -> Any:
         if id(value) in names:
             return names[id(value)]
-        name = str(len(tensors))
+        name = _unused_name(place_of_value, tensors)
         if isinstance(value, torch.Tensor) and not not_storable({name: value}):
             place = place_of(value) or id(value)
             if place not in names:
@@ -297,6 +367,14 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         return encoded(checkpoint, leaf), tensors
     except NotSimple as error:
         raise TypeError(f"checkpoint{error}") from error
+
+
+def _unused_name(place: Place, used: Container[str]) -> str:
+    """The steps of a path joined by dots, as names of modules are, and behind them a number if that is taken."""
+    # Keys of dicts may be texts that no file can hold as a name: too long, or not Unicode.
+    path = ".".join(map(str, place))[:1000].encode("utf-8", "replace").decode() or "checkpoint"
+    numbered = (f"{path}~{n}" for n in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if name not in used)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

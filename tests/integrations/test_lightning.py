@@ -26,7 +26,7 @@ from tensorizer import (  # noqa: E402
     TensorSerializer,
     sign,
 )
-from tensorizer.integrations.lightning import TensorizerCheckpointIO  # noqa: E402
+from tensorizer.integrations.lightning import TensorizerCheckpointIO, load_from_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
@@ -349,6 +349,69 @@ def test_arrays_of_numbers_are_records_and_come_back_without_trust(tmp_path):
         plugin.teardown()
         with pytest.raises(pickle.UnpicklingError, match="'odd' was refused"):
             plugin.load_checkpoint(path)
+
+
+def test_records_have_the_paths_of_the_checkpoint_as_names(tmp_path):
+    fit(tmp_path, 1, TensorizerCheckpointIO())
+    with TensorDeserializer(tmp_path / "epoch=0.ckpt", device="cpu") as file:
+        names = set(file)
+    assert {"state_dict.layers.0.weight", "optimizer_states.0.state.0.exp_avg"} <= names
+    plugin, path = TensorizerCheckpointIO(), tmp_path / "odd.ckpt"
+    one, two, odd = torch.ones(2), torch.zeros(3), torch.full((1,), 7.0)
+    checkpoint = {"a": {"b": one}, "a.b": two, "": {"": odd}, "x" * 2000: torch.ones(1), "\udc80": torch.zeros(1)}
+    plugin.save_checkpoint(checkpoint, path)
+    back = plugin.load_checkpoint(path)
+    assert list(back) == list(checkpoint)
+    assert torch.equal(back["a"]["b"], one)
+    assert torch.equal(back["a.b"], two)
+    assert torch.equal(back[""][""], odd)
+    with TensorDeserializer(path, device="cpu") as file:
+        assert {"a.b", "a.b~2", "."} <= set(file)
+
+
+class Tailored(lightning.LightningModule):
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+        self.seen = None
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["epoch"]
+
+
+class Data(lightning.LightningDataModule):
+    def __init__(self, size=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_load_from_checkpoint_makes_what_lightning_makes_of_its_own_files(tmp_path):
+    model = Tailored(3, depth=2)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+    checkpoint["datamodule_hyper_parameters"] = {"size": 5}
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    TensorizerCheckpointIO().save_checkpoint(checkpoint, ours)
+    torch.save(checkpoint, theirs)
+    for path in (ours, theirs):
+        made = load_from_checkpoint(Tailored, path)
+        assert dict(made.hparams) == {"width": 3, "depth": 2}
+        assert made.seen == 0
+        assert all(map(torch.equal, made.state_dict().values(), model.state_dict().values()))
+        assert load_from_checkpoint(Data, path).hparams.size == 5
+        with pytest.raises(RuntimeError, match="layers"):
+            load_from_checkpoint(Tailored, path, depth=3)
+        with pytest.warns(UserWarning, match="layers"):
+            assert len(load_from_checkpoint(Tailored, path, strict=False, depth=3).layers) == 3
+    with pytest.raises(TypeError, match="LightningModule"):
+        load_from_checkpoint(torch.nn.Linear, ours)
+    key = SigningKey.generate()
+    with pytest.raises(AuthenticationError):
+        load_from_checkpoint(Tailored, ours, public_key=key.public_key)
+    sign(ours, key)
+    assert load_from_checkpoint(Tailored, ours, public_key=key.public_key).seen == 0
 
 
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path):

@@ -69,7 +69,7 @@ def pack(value: Any) -> Optional[torch.Tensor]:
     parts: list[tuple[int, np.ndarray[Any, Any]]] = []
     end = 0
 
-    def leaf(found: Any) -> Any:
+    def leaf(found: Any, _: Place) -> Any:
         nonlocal end
         if not is_array_of_numbers(found):
             raise NotSimple("not simple")

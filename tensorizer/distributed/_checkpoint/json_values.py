@@ -70,12 +70,13 @@ def from_json(text: Union[str, bytes], leaf: Optional[Callable[[Any, Place], Any
         raise FormatError(f"expected a value in JSON, got {text!r:.80} ({error})") from None
 
 
-def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
+def encoded(value: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place: Place = ()) -> Any:
     """What JSON can hold of a value: the way back is :func:`decoded`.
 
     Args:
         value: Any value.
-        leaf: Gives what stands for a value of another type, which JSON must hold.
+        leaf: Gives what stands for a value of another type, which JSON must hold, from the value and its place.
+        place: The keys and positions that lead to the value.
 
     Raises:
         NotSimple: It is not made of simple types alone, and there is no `leaf`.
@@ -95,19 +96,22 @@ def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"n": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if kind in (list, tuple):
-        items = [_encoded_below(i, item, leaf) for i, item in enumerate(value)]
+        items = [_encoded_below(i, item, leaf, place) for i, item in enumerate(value)]
         return items if kind is list else {"t": items}
     if kind in (dict, collections.OrderedDict):
-        pairs = [[_encoded_below(key, key, leaf), _encoded_below(key, item, leaf)] for key, item in value.items()]
+        pairs = [
+            [_encoded_below(key, key, leaf, place), _encoded_below(key, item, leaf, place)]
+            for key, item in value.items()
+        ]
         return {"d" if kind is dict else "o": pairs}
     if leaf is None:
         raise NotSimple(f"expected numbers, texts, bytes and containers of them, got {kind.__name__}")
-    return {"x": leaf(value)}
+    return {"x": leaf(value, place)}
 
 
-def _encoded_below(key: Any, value: Any, leaf: Optional[Callable[[Any], Any]]) -> Any:
+def _encoded_below(key: Any, value: Any, leaf: Optional[Callable[[Any, Place], Any]], place: Place) -> Any:
     try:
-        return encoded(value, leaf)
+        return encoded(value, leaf, (*place, key))
     except NotSimple as error:
         raise error.below(key) from None
 

@@ -139,7 +139,7 @@ def _node(name: str, tensor: Any, path: str, parts: list[Part], named: dict[str,
             tensors.append([attribute, None])
             parts.append(Part(below, inner.detach()))
     try:
-        known = encoded(context, lambda value: _leaf(value, named))
+        known = encoded(context, lambda value, _: _leaf(value, named))
     except (NotSimple, RecursionError) as error:
         raise UnsupportedContentError(
             f"tensor {name!r:.200}: what {_name_of(type(tensor))} says of itself besides its tensors cannot be stored: "
@@ -161,7 +161,7 @@ def _leaf(value: Any, named: dict[str, Any]) -> Any:
         node = {"class": _name_of(value)}
     elif dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        node = {"fields": [_name_of(type(value)), encoded(fields, lambda inner: _leaf(inner, named))]}
+        node = {"fields": [_name_of(type(value)), encoded(fields, lambda inner, _: _leaf(inner, named))]}
     else:
         raise NotSimple(f"found {type(value).__name__}")
     named[json.dumps(node)] = value
