@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tensorizer._load.parts import TensorSlice
     from tensorizer._load.report import LoadReport
 
-__all__ = ["TensorDeserializer"]
-
 
 class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
     """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.

@@ -14,8 +14,6 @@ from typing import Any, ClassVar, Optional, TypeVar, Union
 from tensorizer import _C, _crypto
 from tensorizer._crypto import BytesLike, Key, Provided
 
-__all__ = ["DecryptionParams", "EncryptionParams"]
-
 _ARGON2ID13 = 2
 _MAX_OPSLIMIT = 4_294_967_295
 _MAX_MEMLIMIT = 4_398_046_510_080

@@ -22,8 +22,6 @@ from tensorizer.deserializer import TensorDeserializer
 from tensorizer.serializer import TensorSerializer
 from tensorizer.utils import get_device, no_init_or_tensor
 
-__all__ = ["load_model", "serialize_model"]
-
 Folder = Union[str, os.PathLike[str]]
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Optional, Union
 
-__all__ = ["Progress", "ProgressArgument", "progress_reporter"]
+__all__ = ["Progress", "ProgressArgument"]
 
 
 class Progress(NamedTuple):

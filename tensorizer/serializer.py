@@ -48,8 +48,6 @@ from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import SigningKey
 
-__all__ = ["TensorSerializer"]
-
 logger = logging.getLogger("tensorizer.serialization")
 
 

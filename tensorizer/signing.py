@@ -14,8 +14,6 @@ from typing import Any, NoReturn, Optional, Union
 from tensorizer import _C, _crypto
 from tensorizer.errors import stream_errors
 
-__all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
-
 _MAX_KEY_FILE_NBYTES = 65_536
 _SEED_PREFIX = bytes.fromhex("302e020100300506032b657004220420")  # RFC 8410
 _PUBLIC_PREFIX = bytes.fromhex("302a300506032b6570032100")

@@ -13,8 +13,6 @@ import signal
 import threading
 from collections.abc import Iterator
 
-__all__ = ["begin_program", "end_process", "imports", "raise_error"]
-
 _is_program = False  # whether this process is the command line, and its parent did not choose what interrupts do
 
 

@@ -17,15 +17,6 @@ from tensorizer.cli.output import Output, UsageError, escaped, option_of
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
-__all__ = [
-    "add_key_options",
-    "check_keeps_keys",
-    "decryption",
-    "encryption",
-    "key_paths",
-    "names_key",
-    "write_new_key",
-]
 
 _KEY_NBYTES = 32
 _MAX_PASSPHRASE_NBYTES = 65_536  # far above any; devices and pipes may have no end

@@ -18,8 +18,6 @@ from tensorizer._version import __version__
 from tensorizer.cli import output as said
 from tensorizer.cli.output import Output, UsageError, escaped
 
-__all__ = ["COMMANDS", "main", "make_parser"]
-
 #: The commands, in the order of the help, and the modules of this package that have them.
 COMMANDS = {
     "inspect": "inspect",

@@ -14,15 +14,6 @@ from tensorizer.cli.output import UsageError
 if TYPE_CHECKING:
     from tensorizer._format.names import Name
 
-__all__ = [
-    "NO_SUCH_NAME",
-    "add_common",
-    "add_filter",
-    "add_force",
-    "check_names_object",
-    "name_filter",
-    "stream_options",
-]
 
 NO_SUCH_NAME = "--filter {}: no tensor has such a name"
 

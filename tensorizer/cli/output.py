@@ -13,23 +13,6 @@ from typing import Any
 
 from tensorizer._system.config import env_text
 
-__all__ = [
-    "DIFFERS",
-    "INTERRUPTED",
-    "INVALID",
-    "KEY",
-    "OK",
-    "TARGET",
-    "UNREACHABLE",
-    "USAGE",
-    "Output",
-    "UsageError",
-    "escaped",
-    "option_of",
-    "status_of",
-    "table",
-]
-
 OK = 0
 DIFFERS = 1  # the answer is no: a digest that does not match, files that differ
 USAGE = 2
