@@ -143,8 +143,10 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
       const uint32_t target = plan.pieces[unit.first_piece].target;
       return plan.hash_steps[target] > 0 ? target : digest::kNoRecord;
     };
+    const bool in_buffers = options.buffer_nbytes != PlanOptions{}.buffer_nbytes;
     digest::deal_units(plan.units, record_of, options.large_at_once,
-                       options.large_at_first.value_or(options.large_at_once));
+                       options.large_at_first.value_or(options.large_at_once),
+                       in_buffers ? digest::Begin::in_order : digest::Begin::longest_first);
   }
   return plan;
 }

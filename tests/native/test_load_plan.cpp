@@ -96,13 +96,19 @@ TEST(LoadPlan, AHeaderThatLeavesNoRoomInABufferIsAUnitOfItsOwn) {
 
 TEST(LoadPlan, LargeTensorsAreDealtInTurnAndSmallOnesStayTogether) {
   const auto opened = index_of({4 * kMiB, 100, 200, 3 * kMiB, 2 * kMiB});
-  const PlanOptions options{.unit_nbytes = kMiB, .large_at_once = 2};
-  const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
-  expect_whole(*opened, plan, options);
-  std::vector<uint32_t> order;
-  for (const Unit& unit : plan.units) order.push_back(plan.pieces[unit.first_piece].target);
-  // A unit of the first, both small ones, and from then on two large ones at a time.
-  EXPECT_EQ(order, (std::vector<uint32_t>{0, 1, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4, 4}));
+  const auto order_of = [&](const PlanOptions& options) {
+    const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
+    expect_whole(*opened, plan, options);
+    std::vector<uint32_t> order;
+    for (const Unit& unit : plan.units) order.push_back(plan.pieces[unit.first_piece].target);
+    return order;
+  };
+  // Both small ones are one unit; two large ones at a time, the longest first.
+  EXPECT_EQ(order_of({.unit_nbytes = kMiB, .large_at_once = 2}),
+            (std::vector<uint32_t>{0, 3, 0, 3, 0, 3, 0, 3, 0, 4, 4, 1, 4}));
+  // By way of buffers in the order of the file.
+  EXPECT_EQ(order_of({.unit_nbytes = kMiB, .buffer_nbytes = 64 * kMiB, .large_at_once = 2}),
+            (std::vector<uint32_t>{0, 1, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4, 4}));
 }
 
 TEST(LoadPlan, StreamsShareTheBytesAndBeginWithARecord) {
@@ -172,6 +178,16 @@ TEST(Deal, KeepsTheOrderWithinARecordAndTakesEveryUnitOnce) {
   EXPECT_EQ(digest::deal(records, 2, 2), (std::vector<uint32_t>{0, 3, 1, 4, 2, 5, 6, 7}));
   EXPECT_EQ(digest::deal(records, 9, 9), (std::vector<uint32_t>{0, 3, 4, 5, 7, 1, 6, 2}));
   EXPECT_TRUE(digest::deal({}, 3, 3).empty());
+}
+
+TEST(Deal, BeginsTheLongestRecordsFirstWhereItMay) {
+  const std::vector<uint32_t> records{7, 7, 7, digest::kNoRecord, digest::kNoRecord, 8, 8, 8, 8, 9};
+  const auto dealt = [&](size_t at_once) {
+    return digest::deal(records, at_once, at_once, digest::Begin::longest_first);
+  };
+  EXPECT_EQ(dealt(1), (std::vector<uint32_t>{5, 6, 7, 8, 0, 1, 2, 3, 4, 9}));
+  EXPECT_EQ(dealt(2), (std::vector<uint32_t>{5, 0, 6, 1, 7, 2, 8, 3, 4, 9}));
+  EXPECT_EQ(dealt(9), (std::vector<uint32_t>{5, 0, 3, 4, 9, 6, 1, 7, 2, 8}));
 }
 
 TEST(Deal, AnotherRecordBeginsOnlyAfterEightUnits) {
