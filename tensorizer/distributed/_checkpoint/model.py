@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tensorizer import _C
-from tensorizer._files.names import flat_name, flat_names
+from tensorizer._format.entries import flat_name
 from tensorizer._format.extra_state import state_name
 from tensorizer._format.names import path_of
 from tensorizer._io.access import Access
@@ -63,7 +63,7 @@ class ModelFiles:
         try:
             if not self.file.shows_all:
                 self.file.read_headers(self.file.stored)
-            self._entries = flat_names(self.file)
+            self._entries = self.file.flat_names()
             self._states: dict[str, tuple[tuple[str, ...], Any]] = {}
             for path, state in self.file.extra_states().items():
                 self._add_state((state_name(path),), state)
