@@ -12,8 +12,8 @@
 #include "format/tensor_path.h"
 #include "io/local/file_mapping.h"
 #include "load/allocate.h"
+#include "load/concurrent_loads.h"
 #include "load/load_session.h"
-#include "load/load_together.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -97,17 +97,16 @@ class LoadBatch {
     };
     run_interruptible(
         batches.size() == 1 && batches.front()->is_brief() ? Where::here : Where::helper_thread,
-        [&](const std::stop_token& stop) {
-          load::load_together(sessions, at_once, on_caller, stop);
-        },
+        [&](const std::stop_token& stop) { load::run_loads(sessions, at_once, on_caller, stop); },
         report_to(progress, [&] {
           uint64_t done = 0;
-          for (const load::LoadSession* session : sessions) done += session->nbytes_done();
+          for (const load::LoadSession* session : sessions)
+            done += session->nbytes_done.load(std::memory_order_relaxed);
           return done;
         }));
   }
 
-  std::shared_ptr<const LoadedHeaders> headers() const { return session().headers(); }
+  std::shared_ptr<const LoadedHeaders> headers() const { return session().headers; }
 
   py::list parameters(TensorFactory& factory) {
     return make_tensors(factory, [&](const TensorDtype& dtype, py::object tensor) {
@@ -138,7 +137,7 @@ class LoadBatch {
     is_of_parts_ = true;
   }
 
-  bool is_brief() const { return session().is_brief() && (!engine_ || engine_->is_ready()); }
+  bool is_brief() const { return session().is_brief && (!engine_ || engine_->is_ready()); }
 
   load::LoadSession& session() const {
     if (!session_) throw Error(Errc::invalid_argument, "the parts have no plan yet");
@@ -169,7 +168,7 @@ class LoadBatch {
   void give_memory_later(load::MemoryMaker memory) {
     std::vector<load::MemoryGroup> groups = plan_memory(memory);
     session_->allocate_while_it_runs(std::move(groups), std::move(memory));
-    if (!session_->is_brief()) return;
+    if (!session_->is_brief) return;
     session_->allocate_now();
     engine_->order_after_caller();
   }
@@ -186,7 +185,7 @@ class LoadBatch {
 
   template <class Finish>
   py::list make_tensors(TensorFactory& factory, Finish&& finish) {
-    const LoadedHeaders& headers = *session().headers();
+    const LoadedHeaders& headers = *session().headers;
     py::list result(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
       const TensorDtype& dtype =
@@ -195,7 +194,7 @@ class LoadBatch {
       const std::span<const uint64_t> shape =
           is_of_parts_ ? std::span<const uint64_t>(shapes_[i]) : headers.shape(i);
       result[i] =
-          finish(dtype, factory.tensor(dtype, shape, session().targets()[i].destination, place_));
+          finish(dtype, factory.tensor(dtype, shape, session().targets[i].destination, place_));
     }
     return result;
   }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "device/tensor_memory.h"
-#include "load/load_job.h"
+#include "load/load_target.h"
 #include "load/open_index.h"
 
 namespace tensorizer::load {

@@ -253,7 +253,7 @@ class CudaKernelsLoad : public FakeDriverTest {
           {.entry = i, .destination = {memory_[i]->data(), memory_[i]->size(), nullptr}});
     load::LoadSession session(source, opened, targets,
                               {.max_workers = workers, .keys = &keys, .engine = &engine});
-    session.run({});
+    tensorizer::tests::run_load(session);
   }
 
   void expect_loaded() const {

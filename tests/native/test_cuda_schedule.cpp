@@ -6,7 +6,7 @@
 #include <chrono>
 
 #include "fake_driver.h"
-#include "load/load_together.h"
+#include "load/concurrent_loads.h"
 #include "session_harness.h"
 
 namespace tensorizer::device::cuda::tests {
@@ -163,7 +163,7 @@ class CudaSchedule : public FakeDriverTest {
 
     void expect_loaded() {
       for (size_t i = 0; i < file.tensors.size(); ++i) {
-        const TensorMemory& at = session().targets()[i].destination;
+        const TensorMemory& at = session().targets[i].destination;
         Bytes found(file.tensors[i].data.size());
         if (!found.empty()) fake().read(at.data, found.data(), found.size());
         EXPECT_TRUE(same(found, file.tensors[i].data)) << i;
@@ -187,7 +187,7 @@ class CudaSchedule : public FakeDriverTest {
   static void run_all(const std::vector<Load*>& loads) {
     std::vector<load::LoadSession*> sessions;
     for (Load* load : loads) sessions.push_back(&load->session());
-    load::load_together(sessions, 2, {}, {});
+    load::run_loads(sessions, 2, {}, {});
   }
 
   static CudaCopyOptions ring(unsigned slots, uint64_t nbytes = 2 * kMib, int device = 0) {
@@ -485,7 +485,7 @@ TEST_F(CudaSchedule, AStopEndsALoadThatWaitsForTheKernels) {
     stop.request_stop();
   });
   testing::expect_error(Errc::cancelled,
-                        [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
+                        [&] { load::run_loads({&session, 1}, 1, {}, stop.get_token()); });
   EXPECT_EQ(copies(), 0U);
   fake().wait(nullptr, 0);
   EXPECT_NE(engine.why_not_opened({}), "x");  // the kernels are there before the model goes
@@ -511,7 +511,7 @@ TEST_F(CudaSchedule, AfterAStopNothingIsEnqueuedAndNoBufferIsOwned) {
       if (++reads == 8) stop.request_stop();
     };
     testing::expect_error(Errc::cancelled,
-                          [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
+                          [&] { load::run_loads({&session, 1}, 1, {}, stop.get_token()); });
     const unsigned enqueued = copies();
     EXPECT_EQ(Device::get(0).status().free_slots, Device::get(0).status().slots);
     std::this_thread::sleep_for(20ms);
@@ -530,7 +530,7 @@ TEST_F(CudaSchedule, AStopEndsALoadWhoseMemoryIsBeingPinned) {
   std::stop_source stop;
   load.source.before_read = [&] { stop.request_stop(); };
   testing::expect_error(Errc::cancelled,
-                        [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
+                        [&] { load::run_loads({&session, 1}, 1, {}, stop.get_token()); });
   // Two steps at once may have been under way.
   EXPECT_LE(Device::get(0).status().slots, 24U);
   fake().wait(nullptr, 0);

@@ -50,7 +50,7 @@ class CudaWipe : public FakeDriverTest {
     load::LoadSession session(source, opened, targets,
                               {.max_workers = 1, .keys = &keys, .engine = &engine});
     try {
-      session.run({});
+      tensorizer::tests::run_load(session);
     } catch (const Error& error) {
       return error;
     }
@@ -176,7 +176,8 @@ TEST_F(CudaWipe, ALoadThatSucceedsIsNotWiped) {
   for (uint32_t i = 0; i < memory_.size(); ++i)
     targets.push_back(
         {.entry = i, .destination = {memory_[i]->data(), memory_[i]->size(), nullptr}});
-  load::LoadSession(source, opened, targets, {.keys = &keys, .engine = &engine}).run({});
+  load::LoadSession session(source, opened, targets, {.keys = &keys, .engine = &engine});
+  tensorizer::tests::run_load(session);
   fake().wait(nullptr, 0);
   for (size_t i = 0; i < tensors_.size(); ++i)
     EXPECT_TRUE(memory_[i]->bytes() == tensors_[i].data) << i;

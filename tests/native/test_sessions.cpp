@@ -180,7 +180,7 @@ TEST(Sessions, WhoForgetsToCheckTheTagGetsNoTensorOfAnAuthenticatedFile) {
   const auto keys = ring();
   load::LoadSession session(source, opened, {{.destination = {into.data(), 100, nullptr}}},
                             {.keys = keys.get()});
-  const std::string text = testing::expect_error(Errc::authentication, [&] { session.run({}); });
+  const std::string text = testing::expect_error(Errc::authentication, [&] { run_load(session); });
   EXPECT_NE(text.find("tensor "), std::string::npos) << text;
   EXPECT_TRUE(testing::same(into, Bytes(100)));
 }
@@ -530,7 +530,7 @@ TEST(Sessions, PartsOfEncryptedTensorsLeaveNothingBehindWhereAChunkIsForged) {
                                .keys = keys.get(),
                                .engine = device ? &engine : nullptr,
                                .parts = true});
-    testing::expect_error(Errc::crypto, [&] { session.run({}); });
+    testing::expect_error(Errc::crypto, [&] { run_load(session); });
     EXPECT_TRUE(testing::same(std::span(found).first(3 * kChunk), Bytes(3 * kChunk)));
     EXPECT_EQ(engine.free_buffers(), 2U);
   }

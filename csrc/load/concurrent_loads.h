@@ -6,7 +6,6 @@
 // memory, and one of a source that has to be read in its order, has workers of its own.
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <span>
 #include <stop_token>
@@ -15,17 +14,14 @@
 
 namespace tensorizer::load {
 
-// Of host memory that is read to where sources wait for a network and bytes go on to a device.
-inline constexpr uint64_t kReadBuffersNbytes = uint64_t{512} << 20;
-
 // Has `work` run on the thread that waits for the loads, where memory is allocated, and waits for
 // its end; empty: it runs here. Throws what `work` throws.
 using OnCaller = std::function<void(const std::function<void()>& work)>;
 
-// Loads everything or throws the first failure, which stops all: see LoadSession::run(). At most
-// `at_once` of those that have workers of their own run at a time. Returns only when no worker can
-// touch a destination any more.
-void load_together(std::span<LoadSession* const> sessions, unsigned at_once,
-                   const OnCaller& on_caller, const std::stop_token& stop);
+// Loads everything or throws the first failure, which stops all: malformed, truncated,
+// hash_mismatch, crypto, io, device, cancelled. At most `at_once` of those that have workers of
+// their own run at a time. Returns only when no worker can touch a destination any more.
+void run_loads(std::span<LoadSession* const> sessions, unsigned at_once, const OnCaller& on_caller,
+               const std::stop_token& stop);
 
 }  // namespace tensorizer::load
