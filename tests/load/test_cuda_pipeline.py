@@ -627,18 +627,14 @@ def test_pinned_memory_is_there_after_a_load_and_gone_on_request(gpu):
     assert tensorizer.cuda.release_pinned_memory()
 
 
-def test_the_size_of_the_ring_is_an_argument_that_wins_over_the_environment(gpu):
-    gpu.load(written(SMALL))
-    before = tensorizer.cuda.pinned_memory(0)
+def test_a_ring_has_the_size_that_was_set_until_the_defaults_are_set_again(gpu):
     tensorizer.cuda.set_pinned_memory(slots=3, slot_nbytes=4 * MIB)
-    try:
-        gpu.load(written(SMALL))
-        resized = tensorizer.cuda.pinned_memory(0)
-        assert (resized.slots, resized.slot_nbytes) == (3, 4 * MIB)
-    finally:
-        tensorizer.cuda.set_pinned_memory()
     gpu.load(written(SMALL))
-    assert tensorizer.cuda.pinned_memory(0).slots == before.slots != 3
+    resized = tensorizer.cuda.pinned_memory(0)
+    assert (resized.slots, resized.slot_nbytes) == (3, 4 * MIB)
+    tensorizer.cuda.set_pinned_memory()
+    gpu.load(written(SMALL))
+    assert tensorizer.cuda.pinned_memory(0).slot_nbytes == 8 * MIB
 
 
 # ---- failures, on the fake driver -----------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_a_uri_without_a_bucket_is_a_value_error_that_says_so(door, uri):
 def test_a_folder_with_gguf_files_only_is_told_to_be_one(tmp_path):
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     (tmp_path / "README.md").write_text("a model")
-    with pytest.raises(StreamIsADirectoryError, match=r"found GGUF.*model-q4\.gguf"):
+    with pytest.raises(StreamIsADirectoryError, match=r"got GGUF.*model-q4\.gguf"):
         load(tmp_path)
 
 

@@ -123,7 +123,7 @@ def test_an_ambiguous_folder_is_refused_and_an_empty_one_has_nothing(folder, tmp
     with pytest.raises(FormatError, match="expected one"):
         TensorDeserializer(folder, device="cpu")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(IsADirectoryError, match="found an empty folder"):
+    with pytest.raises(IsADirectoryError, match="got an empty folder"):
         TensorDeserializer(tmp_path / "empty", device="cpu")
 
 

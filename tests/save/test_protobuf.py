@@ -168,7 +168,7 @@ def test_an_unknown_module_or_attribute_type_is_named():
     with pytest.raises(ValueError, match=r"inner\.0\.weight"):
         deserialize_model(Net(), io.BytesIO(message.SerializeToString()))
     entry.module.attributes[0].tensor.attr_type = 5
-    with pytest.raises(ValueError, match="found 5"):
+    with pytest.raises(ValueError, match="got 5"):
         deserialize_model(Net(), io.BytesIO(message.SerializeToString()))
 
 

@@ -703,7 +703,7 @@ def test_without_a_number_count_and_sizes_are_compared(tmp_path):
     for name in "abc":
         without_number(tmp_path / f"{name}.pt.tensors")
     assert load(tmp_path / "a.pt")[1].shape == (4,)
-    with pytest.raises(ValueError, match="storage 1: 16 bytes wanted, 20 found"):
+    with pytest.raises(ValueError, match="storage 1: expected 16 bytes, got 20"):
         load(tmp_path / "a.pt", tmp_path / "b.pt.tensors")
     with pytest.raises(ValueError, match="2 storages wanted, 1 found"):
         load(tmp_path / "a.pt", tmp_path / "c.pt.tensors")
@@ -722,7 +722,7 @@ def test_a_reference_beyond_the_sidecar_is_named(tmp_path):
     with pytest.raises(ValueError, match="2 storages"):
         load(tmp_path / "two.pt", load_func=lambda place, kwargs: [torch.zeros(1)])
     strip_note(tmp_path / "two.pt")
-    with pytest.raises(ValueError, match="it holds 1 storages, number 1 is wanted"):
+    with pytest.raises(ValueError, match="expected storage 1, got 1 storage"):
         load(tmp_path / "two.pt", tmp_path / "one.pt.tensors")
 
 
@@ -740,7 +740,7 @@ def test_a_sidecar_with_too_short_a_storage_never_yields_what_memory_held(tmp_pa
             for place in ({"map_location": "cpu"}, {"map_location": lambda storage, tag: storage}):
                 with pytest.raises(FormatError, match=r"forged\.tensors does not belong to this file: (a )?storage"):
                     load(pt, forged, device=None, load_kwargs={**asked, **place})
-        with pytest.raises(FormatError, match="does not belong to this file: storage 0: 4000 bytes wanted, 8 found"):
+        with pytest.raises(FormatError, match="does not belong to this file: storage 0: expected 4000 bytes, got 8"):
             load(pt, load_func=lambda place, kwargs: [torch.zeros(2)], load_kwargs=asked)
         assert load(pt, load_kwargs=asked)["a"][999] == 999
 

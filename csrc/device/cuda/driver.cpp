@@ -153,10 +153,10 @@ bool driver_is_in_use() noexcept {
   return state.owner.load() == ::getpid() && state.ready.load(std::memory_order_acquire);
 }
 
-bool driver_is_present() noexcept {
+bool driver_is_present() {
   Loader& state = loader();
+  claim_for_this_process(state);
   try {
-    claim_for_this_process(state);
     if (state.ready.load(std::memory_order_acquire)) return true;
     const bool found = can_open(state);
     give_up_claim(state);

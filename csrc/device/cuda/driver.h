@@ -119,8 +119,8 @@ const Driver& driver();
 bool driver_is_in_use() noexcept;
 
 // True where the driver library opens and has what we need. Does not initialise CUDA: forking stays
-// possible.
-bool driver_is_present() noexcept;
+// possible. Throws as driver() in a child that was forked from a process that uses CUDA.
+bool driver_is_present();
 
 // Where the driver is looked for, "libcuda.so.1" until somebody says otherwise.
 // Throws Error(invalid_argument) once a driver from elsewhere is in use.
