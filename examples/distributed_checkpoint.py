@@ -3,7 +3,10 @@
     torchrun --nproc-per-node 2 examples/distributed_checkpoint.py run/checkpoint 4
     torchrun --nproc-per-node 3 examples/distributed_checkpoint.py run/checkpoint 8
 
-The second run finds the checkpoint of the first one and continues at step 4.
+The second run finds the checkpoint of the first one and continues at step 4. To load the weights into the plain model,
+write them to a file of their own:
+
+    dcp_to_files("run/checkpoint", "model.safetensors", prefix="training.model.")
 """
 
 import sys
@@ -18,12 +21,16 @@ from torch.distributed.fsdp import fully_shard
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, is_complete
 
 
+def make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+
 class Training(dcp.stateful.Stateful):
     """Model, optimizer and step, as ``dcp`` saves and loads them."""
 
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+        self.model = make_model().to(device)
         fully_shard(self.model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import importlib
 import itertools
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from places import snippet
 from rank_processes import run_launched_ranks, run_ranks
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tensorizer.distributed as td
-from tensorizer import DecryptionParams, EncryptionParams
 from tensorizer.distributed._checkpoint import writer as writer_module
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles
 from tensorizer.distributed._checkpoint.folder import Folder
@@ -111,7 +112,7 @@ def kill_one_process_at_every_step(folder: Path) -> None:
         seen.append(number_in(here))
         if code == 0:
             break
-        td.prune(here)
+        save(here, 3)  # deletes what is left of this one
         assert len(list(here.iterdir())) == 2, list(here.iterdir())
     assert code == 0
     assert seen == sorted(seen), "a step after the marker shows the old checkpoint"
@@ -189,8 +190,8 @@ def kill_one_rank_of_two_at_any_step(folder: Path) -> None:
             ranks = sum(name.startswith("w") for name in names)
             found.append(number_in(here, ranks))
             assert ranks == (3 if found[-1] == 1 else 2)
-            td.prune(here)
-            assert len(list(here.iterdir())) == ranks + 1
+            save(here, 3)  # deletes what is left of this one
+            assert len(list(here.iterdir())) == 2
         assert len(found) > 4, seen
     assert set(seen[1]) == {1}  # the marker is written by rank 0 alone
     assert seen[0] == sorted(seen[0])
@@ -305,38 +306,6 @@ def fail_to_load(folder: Path, rank: int, number: int) -> None:
     dist.barrier()
     assert number_in(folder, 2) == number
     dist.barrier()
-
-
-def different_keys(folder: Path) -> None:
-    """Ranks that differ in their key, or in whether they have one, learn it before the old checkpoint is replaced."""
-
-    def work(rank):
-        save(folder, 1, rank)
-        dist.barrier()
-        random = EncryptionParams.random()
-        salted = EncryptionParams.from_string(f"open sesame {rank}", 1, 8192, salt=b"0" * 16)
-        passphrase = EncryptionParams.from_string("open sesame", 1, 8192)
-        for state in (state_of(2, rank), {f"number{rank}": 2}):
-            for key, found in (
-                (random, "rank 1: another key"),
-                (salted, "rank 1: another key"),
-                (passphrase if rank == 0 else random, "rank 1: another key"),
-                (random if rank == 0 else passphrase, "rank 1: another key"),
-                (random if rank == 0 else None, "rank 1: no key"),
-                (random if rank == 1 else None, "rank 1: a key"),
-            ):
-                writer = td.TensorizerWriter(folder, encryption=key)
-                fails_on_all(lambda: dcp.save(state, storage_writer=writer), 0, found)  # noqa: B023
-                assert number_in(folder, 2) == 1, found
-                dist.barrier()
-        save(folder, 2, rank, encryption=passphrase)  # each rank has a salt of its own, and so another key
-        target = {f"w{rank}": torch.zeros(500), "number": 0}
-        unlock = DecryptionParams.from_string("open sesame")
-        dcp.load(target, storage_reader=td.TensorizerReader(folder, encryption=unlock, require_authenticated=True))
-        assert (target["number"], float(target[f"w{rank}"][-1])) == (2, 2.0)
-        assert len(list(folder.iterdir())) == 3  # the next save deletes what those left
-
-    run_ranks(2, work)
 
 
 def a_store_that_refuses(folder: Path) -> None:
@@ -498,6 +467,24 @@ def example(folder: Path) -> None:
     assert run(2, "part", 4) == whole[:4]
     assert run(3, "part", 6) == whole[4:6]
     assert run(1, "part", 8) == whole[6:]
+
+
+def program_of_the_guide(folder: Path) -> None:
+    """The program for FSDP2 in docs/training.md: it continues where it stopped, with another number of ranks."""
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.distributed.fsdp")
+    code = compile(snippet("training.md", "fully_shard(model, mesh="), "training.md", "exec")
+
+    def work(_: int) -> None:
+        os.chdir(folder)
+        exec(code, {"__name__": "__main__"})
+        gc.collect()
+
+    for ranks, steps in ((2, 4), (3, 8), (1, 12)):
+        run_launched_ranks(ranks, work)
+        state = {"step": 0, "model": {"weight": torch.zeros(16, 16)}}
+        dcp.load(state, storage_reader=td.TensorizerReader(folder / "run" / "fsdp"), no_dist=True)
+        assert state["step"] == steps
 
 
 if __name__ == "__main__":

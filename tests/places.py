@@ -1,7 +1,15 @@
 """Where things lie in the checkout, for tests and the programs that they start."""
 
+import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 EXAMPLES = ROOT / "examples"
+
+
+def snippet(page: str, words: str) -> str:
+    """The one block of Python on a page of the documentation that has these words."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.M | re.S)
+    (found,) = (block for block in blocks if words in block)
+    return found

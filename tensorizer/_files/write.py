@@ -54,6 +54,15 @@ _AHEAD_NBYTES = 256 << 20
 _NOTHING = torch.empty(0, device="cpu")
 
 
+class Writers(NamedTuple):
+    """The processes that write the files of a model together: each of them writes every `size`-th file."""
+
+    rank: int = 0
+    size: int = 1
+    together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """A block that ends when all of them have come to its end; if it fails in one, all of them raise."""
+
+
 class WriteOptions(NamedTuple):
     """How tensors are written; the meanings are those of the arguments of :func:`tensorizer.convert`."""
 
@@ -72,6 +81,7 @@ class WriteOptions(NamedTuple):
     """The files that the contents come from, as :func:`~tensorizer._io.uri.identity_of` tells them apart: they stay."""
     replaces_forms: bool = True
     """With `max_shard_size`: whether other files of the model of that name are removed, instead of refused."""
+    writers: Writers = Writers()
 
 
 def write_contents(contents: Contents, target: Any, options: WriteOptions, access: Access) -> tuple[Plan, list[Any]]:
@@ -99,22 +109,25 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
             )
         names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
     files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
-    for file in files:
-        check_target(file, options.force, access.stream_options)
-    # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
-    old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
-    old = [path for path in old if identity_of(path) not in options.reads]
-    if old and not options.replaces_forms:
-        raise StreamExistsError(
-            f"{shown_location(old[0])} exists, another form of {shown_location(target)}, and readers could not tell "
-            "which of the two is meant: remove it first"
-        )
+    with options.writers.together():
+        for file in files:
+            check_target(file, options.force, access.stream_options)
+        # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
+        old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
+        old = [path for path in old if identity_of(path) not in options.reads]
+        if old and not options.replaces_forms:
+            raise StreamExistsError(
+                f"{shown_location(old[0])} exists, another form of {shown_location(target)}, and readers could not "
+                "tell which of the two is meant: remove it first"
+            )
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
         told = progress_reporter(access.progress, total, "writing") if access.progress else contextlib.nullcontext()
         with told as report:
             _Writing(contents, plan, options, access, hashes, report).write(names, files[-1])
-        remove_files(old, access.stream_options)
+        with options.writers.together():
+            if options.writers.rank == 0:
+                remove_files(old, access.stream_options)
     return plan, files
 
 
@@ -290,29 +303,35 @@ class _Writing:
         # Files that are written together keep a descriptor each; very many have hidden names until they appear.
         many = len(names) > files_at_once()
         files: dict[str, str] = {}
+        writers = self._options.writers
         with contextlib.ExitStack() as stack:
             unpublished = []
-            for name, run in zip(names, self._plan.shards):
-                place = place_of_new_file(name) if self._options.check or len(names) > 1 else None
-                if place is None:
-                    self._read_back(name, run, self._write_one(name, run))
-                else:
-                    new = stack.enter_context(NewFile(*place, many))
-                    with new.open("wb+") as stream:
-                        crcs = self._write_one(stream, run)
-                    with new.open("rb") as stream:
-                        self._read_back(stream, run, crcs)
-                    new.complete()
-                    unpublished.append(new)
-                if len(names) > 1:
-                    files.update(dict.fromkeys(self._plan.names_in(run), os.path.basename(name)))
-            for new in unpublished:
-                new.publish()
-        if files:
-            # An encrypted model keeps its metadata and ties in the annexes of its shards.
-            texts = {} if self._plan.format == "tensors" else self._texts()
-            with WholeFile(index, self._access.stream_options) as file:
-                file.append(shards.index_bytes(files, self._plan.nbytes, texts))
+            with writers.together():
+                for number, (name, run) in enumerate(zip(names, self._plan.shards)):
+                    if len(names) > 1:
+                        files.update(dict.fromkeys(self._plan.names_in(run), os.path.basename(name)))
+                    if number % writers.size != writers.rank:
+                        continue
+                    place = place_of_new_file(name) if self._options.check or len(names) > 1 else None
+                    if place is None:
+                        self._read_back(name, run, self._write_one(name, run))
+                    else:
+                        new = stack.enter_context(NewFile(*place, many))
+                        with new.open("wb+") as stream:
+                            crcs = self._write_one(stream, run)
+                        with new.open("rb") as stream:
+                            self._read_back(stream, run, crcs)
+                        new.complete()
+                        unpublished.append(new)
+            with writers.together():
+                for new in unpublished:
+                    new.publish()
+        with writers.together():
+            if files and writers.rank == 0:
+                # An encrypted model keeps its metadata and ties in the annexes of its shards.
+                texts = {} if self._plan.format == "tensors" else self._texts()
+                with WholeFile(index, self._access.stream_options) as file:
+                    file.append(shards.index_bytes(files, self._plan.nbytes, texts))
 
     def _write_one(self, target: Any, run: range) -> list[int]:
         open_target = self._tensors_target if self._plan.format == "tensors" else self._safetensors_target

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
     from tensorizer.distributed._checkpoint.existing import VerifyReport as VerifyReport
-    from tensorizer.distributed._checkpoint.existing import consolidate as consolidate
     from tensorizer.distributed._checkpoint.existing import is_complete as is_complete
-    from tensorizer.distributed._checkpoint.existing import prune as prune
     from tensorizer.distributed._checkpoint.existing import verify as verify
     from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
+    from tensorizer.distributed._checkpoint.to_files import dcp_to_files as dcp_to_files
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
 
 # The module that each name is imported from when somebody first asks for it.
 _ORIGINS = {
     "dcp_default": "tensorizer.distributed._checkpoint.defaults",
     "VerifyReport": "tensorizer.distributed._checkpoint.existing",
-    "consolidate": "tensorizer.distributed._checkpoint.existing",
+    "dcp_to_files": "tensorizer.distributed._checkpoint.to_files",
     "is_complete": "tensorizer.distributed._checkpoint.existing",
-    "prune": "tensorizer.distributed._checkpoint.existing",
     "verify": "tensorizer.distributed._checkpoint.existing",
     "TensorizerReader": "tensorizer.distributed._checkpoint.reader",
     "TensorizerWriter": "tensorizer.distributed._checkpoint.writer",
@@ -34,10 +32,9 @@ __all__ = [
     "TensorizerReader",
     "TensorizerWriter",
     "VerifyReport",
-    "consolidate",
     "dcp_default",
+    "dcp_to_files",
     "is_complete",
-    "prune",
     "verify",
 ]
 

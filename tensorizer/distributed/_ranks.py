@@ -65,6 +65,20 @@ class Ranks:
                 _raise_as(rank, *failure)
         return [value for _, value in found]
 
+    @contextlib.contextmanager
+    def together(self, value: Any = None) -> Iterator[None]:
+        """Collective: where the block fails on one rank, all raise behind it, as :meth:`agree` does.
+
+        Raises:
+            ValueError: `value`, the arguments of the call, differs between ranks.
+        """
+        with caught() as errors:
+            yield
+        values = self.agree(errors, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(f"expected the same arguments on all ranks, got others on rank {rank} than on rank 0")
+
 
 def _status_group(group: Any) -> Any:
     """A group of the same ranks on the CPU. Collective among them where the group is of another backend."""

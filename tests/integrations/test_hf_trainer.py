@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import types
 
 import pytest
 import tiny_models
 import torch
 import transformers
+from places import snippet
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tensorizer import CryptographyError, DecryptionParams, EncryptionParams
 from tensorizer.integrations.huggingface import from_pretrained
 from tensorizer.integrations.transformers import TensorsCallback, TensorsTrainerMixin
-from tensorizer.torch import load_model
+from tensorizer.torch import load_file, load_model
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -252,3 +254,21 @@ def test_a_callback_whose_save_fails_ends_the_training_only_if_asked_to(tmp_path
     for wrong in ({"wrong": 1}, {"tokenizer": None}):
         with pytest.raises(TypeError):
             TensorsCallback(**wrong)
+
+
+def test_the_program_of_the_guide_resumes_after_a_crash_as_if_there_was_none(tmp_path, monkeypatch):
+    code = compile(snippet("training.md", "trainer.train(resume_from_checkpoint="), "training.md", "exec")
+    monkeypatch.chdir(tmp_path)
+
+    def run() -> dict:
+        transformers.set_seed(0)
+        exec(code, {"__name__": "guide"})
+        assert (tmp_path / "out" / "checkpoint-6" / "model.tensors").exists()
+        return load_file(tmp_path / "out" / "checkpoint-6" / "model.tensors")
+
+    whole = run()
+    for step in (4, 6):  # the checkpoint at step 2 is the last one
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
+    again = run()
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())

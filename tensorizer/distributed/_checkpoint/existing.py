@@ -1,45 +1,33 @@
-"""Checkpoints that are there: is one complete, what does not belong to it, are its bytes those that were written; one
-file of it."""
+"""Checkpoints that are there: is one complete, are its bytes those that were written, which tensors does it have."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tensorizer._files.contents import Contents
-from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._io.access import Access
-from tensorizer._io.sources import TargetArgument
 from tensorizer._save.records import Record
-from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit
-from tensorizer._system.devices import empty
 from tensorizer._system.sizes import runs
-from tensorizer.distributed._boxes import box_at, check_cover, slices_of
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox, saved_parts
+from tensorizer.distributed._boxes import box_at, check_cover
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, saved_parts
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
-from tensorizer.distributed._checkpoint.json_values import encoded
-from tensorizer.distributed._checkpoint.marker import JSON, Marker, SavedFile, unpack_marker
+from tensorizer.distributed._checkpoint.marker import Marker, SavedFile, unpack_marker
 from tensorizer.distributed._checkpoint.parts import about_name
 from tensorizer.distributed._ranks import Ranks, caught
-from tensorizer.encryption import DecryptionParams, EncryptionParams
+from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import (
     AuthenticationError,
     FormatError,
     TensorizerError,
-    UnsupportedContentError,
     VerificationError,
 )
 
 # Bytes that are read and compared at a time.
 _RUN_NBYTES = 128 << 20
-
-#: Key of the file's metadata under which the simple values of the checkpoint are, as JSON by name.
-VALUES_KEY = "checkpoint.values"
 
 
 def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) -> list[Marker]:
@@ -89,29 +77,6 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         if not folder.is_absent(error):
             raise
         return False
-
-
-def prune(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
-    """Deletes what killed saves left in the folder of a complete checkpoint, and nothing else.
-
-    It deletes files that have names of :class:`TensorizerWriter` and that the marker does not list. Do not call it
-    while a save into the folder is running.
-
-    Args:
-        checkpoint: The folder or ``s3://`` prefix.
-        stream_options: Keywords for opening ``s3://`` URIs.
-
-    Returns:
-        The names of the deleted files.
-
-    Raises:
-        FileNotFoundError: There is no complete checkpoint. Nothing was deleted.
-        FormatError: The marker is damaged. Nothing was deleted.
-    """
-    folder = Folder.at(checkpoint, stream_options)
-    markers = read_markers(folder)
-    files = {file.name for marker in markers for file in marker.files}
-    return folder.remove_stale(folder.names(), files, {marker.rank for marker in markers})
 
 
 class VerifyReport(NamedTuple):
@@ -187,7 +152,7 @@ def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: Checkpo
     """What is wrong with what the markers themselves say: boxes that are no whole tensors, values that are none."""
     errors = []
     try:
-        _records(folder, markers)
+        whole_tensors(folder, markers)
     except FormatError as error:
         errors.append(str(error))
     for marker in markers:
@@ -244,92 +209,8 @@ def _saved_in(markers: list[Marker]) -> list[Saved]:
     return sorted(found, key=lambda saved: (saved.stored.file, saved.stored.record))
 
 
-# --- one file of a checkpoint -----------------------------------------------------------------------------------------
-
-
-class ConsolidationReport(NamedTuple):
-    """What :func:`consolidate` did."""
-
-    tensors: int
-    """Tensors in the new file."""
-    nbytes: int
-    """Their bytes."""
-    left_out: tuple[str, ...]
-    """Names of leaves that are neither tensors nor simple values, and of tensors that are made of others, which the
-    file does not hold."""
-
-
-def consolidate(
-    checkpoint: PathLike,
-    target: TargetArgument,
-    *,
-    verify_hash: bool = False,
-    hashes: Union[str, Collection[str], None] = HASH_NAMES,
-    decryption: Optional[DecryptionParams] = None,
-    encryption: Optional[EncryptionParams] = None,
-    threads: Optional[int] = None,
-    stream_options: Optional[Mapping[str, Any]] = None,
-) -> ConsolidationReport:
-    """Puts the boxes of a checkpoint together, into one ``.tensors`` file of whole tensors under their names.
-
-    It runs in one process, without the ranks that saved the checkpoint. Memory is bounded: tensors are put together
-    64 MiB at a time (or one larger tensor) while the previous ones are written. Numbers and texts become JSON in
-    the file's metadata, under ``checkpoint.values``; other leaves are left out. Nothing is unpickled.
-
-    Args:
-        checkpoint: The folder or ``s3://`` prefix.
-        target: Where the file goes, as for :class:`tensorizer.TensorSerializer`.
-        verify_hash: Compares every box with its digest.
-        hashes: Digests to store in the new file, as for :class:`tensorizer.TensorSerializer`.
-        decryption: The key of an encrypted checkpoint.
-        encryption: Encrypts the new file.
-        threads: Upper bound for threads.
-        stream_options: Keywords for opening ``s3://`` URIs, for checkpoint and target.
-
-    Returns:
-        What was written.
-
-    Raises:
-        FileNotFoundError: There is no complete checkpoint.
-        UnsupportedContentError: It has no tensor with elements; nothing was written.
-        FormatError: Boxes do not cover a tensor, or the checkpoint is damaged.
-        HashMismatchError: With `verify_hash`, a box differs from what was written.
-        OSError: A file cannot be read or written. The target is unchanged.
-    """
-    folder = Folder.at(checkpoint, stream_options)
-    reading = Access.to_read(decryption, num_readers=threads)
-    writing = Access.to_write(encryption, stream_options)
-    max_workers = thread_limit("threads", threads)
-    check_hashes(hashes, encrypted=encryption is not None)
-    markers = read_markers(folder, decryption)
-    records = _records(folder, markers)
-    if not records:
-        raise UnsupportedContentError(f"{folder.where}: expected a checkpoint with tensors, got one without")
-    with CheckpointFiles(folder, reading, verify=verify_hash) as files:
-        values, left_out = _values(markers, files)
-        metadata = {VALUES_KEY: json.dumps(values)} if values else {}
-
-        def read(chosen: Sequence[Record]) -> list[torch.Tensor]:
-            wholes = [empty(record.shape, dtype=record.dtype, device="cpu") for record in chosen]
-            files.read(want for record, whole in zip(chosen, wholes) for want in _parts_of(record, whole))
-            return wholes
-
-        contents = Contents(records, metadata, {}, read)
-        options = WriteOptions(format="tensors", hashes=hashes, max_workers=max_workers)
-        plan, _ = write_contents(contents, target, options, writing)
-    return ConsolidationReport(len(records), plan.nbytes, tuple(left_out))
-
-
-def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
-    """The boxes of a tensor, which are the source of its record, each to its place in the whole."""
-    for offsets, stored in record.source:
-        part = slices_of(box_at(offsets, stored.shape))
-        all_of_it = tuple(slice(0, n) for n in stored.shape)
-        yield WantedBox(Saved(str(record.name), stored, record.dtype), all_of_it, whole[part])
-
-
-def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
-    """The tensors by name, each with its boxes: their offsets, and where they are stored.
+def whole_tensors(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
+    """The tensors by name, each with its name and boxes as its source: their offsets, and where they are stored.
 
     Those that ranks saved without collectives have their boxes in several markers.
 
@@ -340,36 +221,19 @@ def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
     taken: dict[str, set[torch.Size]] = {}  # the offsets of boxes that were found
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
-            if not isinstance(item, TensorStorageMetadata) or _is_of_parts(marker, name, item):
+            if not isinstance(item, TensorStorageMetadata) or is_of_parts(marker, name, item):
                 continue
-            whole = found.setdefault(name, Record((name,), item.properties.dtype, tuple(item.size), source=[]))
+            whole = found.setdefault(name, Record((name,), item.properties.dtype, tuple(item.size), source=(name, [])))
             there = taken.setdefault(name, set())
             new = [c.offsets for c in item.chunks if c.sizes.numel() and c.offsets not in there]
-            whole.source.extend((tuple(at), marker.stored[MetadataIndex(name, at)]) for at in new)
+            whole.source[1].extend((tuple(at), marker.stored[MetadataIndex(name, at)]) for at in new)
             there.update(new)
     for name, whole in found.items():
-        check_cover(name, whole.shape, [box_at(at, stored.shape) for at, stored in whole.source], folder.where)
+        check_cover(name, whole.shape, [box_at(at, stored.shape) for at, stored in whole.source[1]], folder.where)
     return list(found.values())
 
 
-def _is_of_parts(marker: Marker, name: str, item: TensorStorageMetadata) -> bool:
+def is_of_parts(marker: Marker, name: str, item: TensorStorageMetadata) -> bool:
     """Whether a tensor is made of others, which are stored in its place."""
     boxes = [chunk.offsets for chunk in item.chunks if chunk.sizes.numel()]
     return bool(boxes) and marker.stored[MetadataIndex(name, boxes[0])].parts is not None
-
-
-def _values(markers: Sequence[Marker], files: CheckpointFiles) -> tuple[dict[str, Any], list[str]]:
-    values: dict[str, Any] = {}
-    left_out = []
-    for marker in markers:
-        for name, item in marker.metadata.state_dict_metadata.items():
-            if isinstance(item, TensorStorageMetadata):
-                if _is_of_parts(marker, name, item):
-                    left_out.append(name)
-                continue
-            stored = marker.stored[MetadataIndex(name)]
-            if stored.kind != JSON:
-                left_out.append(name)
-                continue
-            values[name] = encoded(files.read_value(name, stored))
-    return values, left_out

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 _ASKED_AT_ONCE = 16
 
 _DATA_FILE = re.compile(r"r\d{5,9}-[0-9a-f]{16}\.tensors\Z")
-_RANK_MARKER = re.compile(r"__(\d{1,9})\.metadata\Z")
+_RANK_MARKER = re.compile(r"__\d{1,9}\.metadata\Z")
 # As the sinks of the extension and Folder.write() call files that have no name yet.
 _UNNAMED = re.compile(r"\.(r\d{5,9}-[0-9a-f]{16}\.tensors|(__\d{1,9})?\.metadata)\.[0-9a-f]{16}\.tmp\Z")
 
@@ -194,21 +194,16 @@ class Folder(NamedTuple):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.join(name))
 
-    def remove_stale(
-        self, names: list[str], files: Collection[str], ranks: Collection[Optional[int]] = (None,)
-    ) -> list[str]:
-        """Deletes those of `names` that are files and markers of earlier checkpoints, beside the markers of `ranks`,
-        which name `files`."""
-        stale = [name for name in names if _is_stale(name, files, ranks)]
-        self.delete(stale)
-        return sorted(stale)
+    def remove_stale(self, names: list[str], files: Collection[str]) -> None:
+        """Deletes those of `names` that are files and markers of earlier checkpoints, beside the marker of all ranks,
+        which names `files`."""
+        self.delete([name for name in names if _is_stale(name, files)])
 
 
-def _is_stale(name: str, files: Collection[str], ranks: Collection[Optional[int]]) -> bool:
-    marker = _RANK_MARKER.match(name)
+def _is_stale(name: str, files: Collection[str]) -> bool:
     return (
         (is_data_file(name) and name not in files)
-        or (marker is not None and int(marker.group(1)) not in ranks)
+        or _RANK_MARKER.match(name) is not None
         or _UNNAMED.match(name) is not None  # left by a process that was killed while it wrote
     )
 

@@ -55,15 +55,7 @@ _MAX_RANKS = 10**9  # as names of files have digits for
 _NOWHERE = -1  # file number of what needs no bytes
 _DIGESTS = ("crc32", "sha256")
 
-# What ranks authenticate for each other; no body of a marker begins like this.
-_FILE_LABEL = b"tensorizer.checkpoint file "
-_MOST_RANKS_NAMED = 8
-
 TENSOR, JSON, ARRAYS, TORCH_SAVE = "tensor", "json", "arrays", "torch_save"
-
-
-#: What tells the coordinator whether a rank has its key: a tag, and the derivation of a passphrase. Never in a file.
-_KeyCheck = tuple[bytes, Optional[tuple[int, int, bytes]]]
 
 
 class SavedFile(NamedTuple):
@@ -72,7 +64,6 @@ class SavedFile(NamedTuple):
     name: str
     nbytes: int
     index_digest: Optional[str] = None  # of an authenticated file; from a marker only where its tag was checked
-    key_check: Optional[_KeyCheck] = None  # of an encrypted file, from the rank that wrote it
 
 
 class Stored(NamedTuple):
@@ -169,46 +160,6 @@ def pack_marker(
         if derivation is not None:
             head["derivation"] = _C.derivation_chunk(derivation).hex()
     return json.dumps(head).encode() + b"\n" + stored_content
-
-
-def key_check(encryption: EncryptionParams, index_digest: bytes) -> _KeyCheck:
-    """For a file that was written with this key."""
-    key, derivation = encryption_key(encryption)
-    assert key is not None
-    return _C.marker_tag(key, _FILE_LABEL + index_digest), derivation
-
-
-def check_keys(
-    results: Sequence[Sequence[Stored]], encryption: Optional[EncryptionParams], first_rank: int = 0
-) -> None:
-    """Compares the keys of all ranks with that of the marker. One reader could not load what they wrote otherwise.
-
-    Keys that come from passphrases with different salts cannot be compared.
-
-    Raises:
-        ValueError: Ranks differ.
-    """
-    differing: list[str] = []
-    for rank, of_rank in enumerate(results, first_rank):
-        files = {stored.file for stored in of_rank if stored.file is not None or stored.text is not None}
-        differing += [f"rank {rank}: {found}" for found in {_other_key(file, encryption) for file in files} if found]
-    if differing:
-        wanted = "no key on any rank" if encryption is None else "one key on all ranks"
-        named = ", ".join(differing[:_MOST_RANKS_NAMED]) + (", …" if len(differing) > _MOST_RANKS_NAMED else "")
-        raise ValueError(f"encryption: expected {wanted}, as on the coordinator; got {named}")
-
-
-def _other_key(file: Optional[SavedFile], encryption: Optional[EncryptionParams]) -> Optional[str]:
-    """How the key of a file, or of a value in the marker, differs from the coordinator's."""
-    found = None if file is None else file.key_check
-    if encryption is None:
-        return None if found is None else "a key"
-    if file is None or file.index_digest is None or found is None:
-        return "no key"
-    tag, derivation = key_check(encryption, bytes.fromhex(file.index_digest))
-    other_tag, other_derivation = found
-    other_salt = None not in (derivation, other_derivation) and derivation != other_derivation
-    return None if other_salt or _C.same_secret(tag, other_tag) else "another key"
 
 
 def _planner_node(metadata: Metadata) -> Any:

@@ -36,8 +36,6 @@ from tensorizer.distributed._checkpoint.marker import (
     Stored,
     StoredPart,
     StoredParts,
-    check_keys,
-    key_check,
     pack_marker,
 )
 from tensorizer.encryption import EncryptionParams
@@ -182,7 +180,6 @@ class TensorizerWriter(Located, StorageWriter):
         If it raises, the previous checkpoint stays valid, unless another save ended while the marker was written.
 
         Raises:
-            ValueError: Ranks have different keys, or only some have one.
             FileExistsError: A checkpoint appeared meanwhile, and ``overwrite=False``.
             FileNotFoundError: Another save into the folder deleted files of this one.
             OSError: The marker could not be written.
@@ -193,7 +190,6 @@ class TensorizerWriter(Located, StorageWriter):
             world_size = torch.distributed.get_world_size()
         folder = self._folder()
         params = self._encryption() if callable(self._encryption) else self._encryption
-        check_keys([[result.storage_data for result in of_rank] for of_rank in results], params, self._rank or 0)
         content = pack_marker(metadata, stored, self._rank, world_size, params)
         if self._fsync and not folder.remote:
             os.makedirs(folder.where, exist_ok=True)
@@ -312,7 +308,6 @@ class TensorizerWriter(Located, StorageWriter):
             name,
             session.published_nbytes,
             None if digest is None else digest.hex(),
-            None if params is None or digest is None else key_check(params, digest),
         )
         results: list[WriteResult] = []
         of_parts: dict[MetadataIndex, list[tuple[_Planned, Stored]]] = {}
