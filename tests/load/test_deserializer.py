@@ -131,7 +131,7 @@ def test_the_methods_keep_their_parameters(method, names, keywords):
         ({"encryption": b"k" * 32}, TypeError),
         ({"encryption": "password"}, TypeError),
         ({"device": "no such device"}, RuntimeError),
-        ({"dtype": "float16"}, TypeError),
+        ({"dtype": "flaot16"}, ValueError),
         ({"dtype": np.float16}, TypeError),
         ({"filter_func": torch.float16}, TypeError),
     ],

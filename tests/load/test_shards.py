@@ -141,8 +141,8 @@ OUTSIDE = [f"{place}x.safetensors" for place in ("../", "/etc/", "C:", "..\\", "
 @pytest.mark.parametrize(
     ("weight_map", "error", "words"),
     [
-        pytest.param({**MAP, "a.weight": SECOND}, FormatError, f"'{SECOND}', found in '{FIRST}'", id="another shard"),
-        pytest.param({**MAP, "z": SECOND}, FormatError, "'z': expected in", id="no tensor of that name"),
+        pytest.param({**MAP, "a.weight": SECOND}, FormatError, f"'{SECOND}', got it in '{FIRST}'", id="another shard"),
+        pytest.param({**MAP, "z": SECOND}, FormatError, "'z': expected it in", id="no tensor of that name"),
         *(pytest.param({**MAP, "z": place}, FormatError, repr(place), id=place) for place in OUTSIDE),
         pytest.param({**MAP, "z": "x.bin"}, FormatError, "expected .safetensors files", id="x.bin"),
         pytest.param({}, FormatError, "no tensor", id="empty"),
