@@ -131,7 +131,7 @@ def test_the_methods_keep_their_parameters(method, names, keywords):
         ({"encryption": b"k" * 32}, TypeError),
         ({"encryption": "password"}, TypeError),
         ({"device": "no such device"}, RuntimeError),
-        ({"dtype": "flaot16"}, ValueError),
+        ({"dtype": "flaot16"}, TypeError),
         ({"dtype": np.float16}, TypeError),
         ({"filter_func": torch.float16}, TypeError),
     ],
