@@ -1,7 +1,8 @@
-"""The tables of docs/remote.md and docs/remote_stores.md say what the code does."""
+"""The tables of docs/remote.md, docs/remote_stores.md and docs/environment.md say what the code does."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -9,10 +10,12 @@ import re
 import pytest
 from places import ROOT
 
+import tensorizer.serialization
 from tensorizer._io.redis import parse_redis_address
 from tensorizer.stream_io import HTTPOptions, RedisStreamFile, open_stream
 
 REMOTE = (ROOT / "docs" / "remote.md").read_text()
+ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
 STORES = (ROOT / "docs" / "remote_stores.md").read_text()
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 #: Fields whose default is described in words.
@@ -126,3 +129,22 @@ def test_every_s3_argument_is_described():
     }
     described = {name for row in table_rows(STORES, "argument | meaning") for name in re.findall(r"`(\w+)`", row[0])}
     assert described == names | {"memory_budget"}
+
+
+def test_the_page_of_environment_variables_lists_those_that_the_code_reads_and_at_most_twelve():
+    names = re.compile(r"TENSORIZER_[A-Z_]+")
+    read = set()
+    for path in sorted((ROOT / "tensorizer").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        assert not re.search(r"os\.environ|getenv", source) or path.name == "config.py", path
+        read |= {
+            node.value
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and names.fullmatch(node.value)
+        }
+    read -= set(tensorizer.serialization.__all__)
+    listed = [re.findall(names, name) for name, _, _ in table_rows(ENVIRONMENT, "variable | default")]
+    assert sorted(read) == sorted(name for (name,) in listed)
+    assert len(listed) <= 12
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        assert "getenv" not in path.read_text(encoding="utf-8"), path
