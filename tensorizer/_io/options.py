@@ -101,8 +101,8 @@ class HTTPOptions:
             are not sent to another host after a redirect.
         proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
             libcurl reads them. Hosts that ``no_proxy`` lists are reached without it. Not shown in ``repr``.
-        certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``,
-            ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` if set, otherwise the system's.
+        certificate_handling: Which server certificates are trusted; ``None`` for ``SSL_CERT_FILE``, ``CURL_CA_BUNDLE``
+            or ``REQUESTS_CA_BUNDLE`` if set, otherwise the system's.
         http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
 
     Raises:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,12 @@ from tensorizer._io.certificates import TrustAnchors, trust_for
 from tensorizer.errors import StreamError
 from tensorizer.stream_io import CAInfo, HTTPOptions, open_stream
 
-VARIABLES = ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+VARIABLES = ("SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (*VARIABLES, "AWS_CA_BUNDLE"):
+    for name in (*VARIABLES, "SSL_CERT_DIR", "AWS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "_found", None)
 
@@ -44,13 +45,11 @@ def bundle(tmp_path):
     return str(file)
 
 
-def nothing_on_this_machine(monkeypatch, tmp_path, packages=()):
-    """A system without certificates, where libcurl was built to know of none."""
-    monkeypatch.setattr(module, "BUNDLES", (str(tmp_path / "absent.pem"),))
-    monkeypatch.setattr(module, "FOLDERS", (str(tmp_path / "folder"),))
-    monkeypatch.setattr("tensorizer._C.default_certificates", lambda: ("", ""))
-    found = {name: module.importlib.util.find_spec(name) for name in packages}
-    monkeypatch.setattr(module.importlib.util, "find_spec", found.get)
+def nothing_on_this_machine(monkeypatch, cafile=None, capath=None):
+    """A Python that knows of these certificates of the system only, without certifi."""
+    paths = ssl.get_default_verify_paths()._replace(cafile=cafile, capath=capath, openssl_cafile="/absent/cert.pem")
+    monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: paths)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
 
 
 def test_the_callers_choice_goes_before_every_variable(monkeypatch, bundle, tmp_path):
@@ -61,28 +60,12 @@ def test_the_callers_choice_goes_before_every_variable(monkeypatch, bundle, tmp_
     assert trust_for(CAInfo(allow_untrusted=True)) == TrustAnchors(verify=False)
 
 
-def test_variables_are_read_in_one_order_alone_and_in_pairs(monkeypatch, tmp_path):
-    values = {name: str(tmp_path / name) for name in VARIABLES}
-    for name, path in values.items():
-        Path(path).mkdir() if name == "SSL_CERT_DIR" else Path(path).touch()
-    expected = {
-        "CURL_CA_BUNDLE": TrustAnchors(file=values["CURL_CA_BUNDLE"]),
-        "SSL_CERT_FILE": TrustAnchors(file=values["SSL_CERT_FILE"]),
-        "SSL_CERT_DIR": TrustAnchors(path=values["SSL_CERT_DIR"]),
-        "REQUESTS_CA_BUNDLE": TrustAnchors(file=values["REQUESTS_CA_BUNDLE"]),
-    }
-    for chosen in [*itertools.combinations(VARIABLES, 1), *itertools.combinations(VARIABLES, 2)]:
-        with monkeypatch.context() as patch:
-            for name in chosen:
-                patch.setenv(name, values[name])
-            both = chosen == ("SSL_CERT_FILE", "SSL_CERT_DIR")
-            wanted = TrustAnchors(values["SSL_CERT_FILE"], values["SSL_CERT_DIR"]) if both else expected[chosen[0]]
-            assert trust_for(None) == wanted, chosen
-
-
-def test_a_folder_may_stand_in_requests_ca_bundle(monkeypatch, tmp_path):
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))
-    assert trust_for(None) == TrustAnchors(path=str(tmp_path))
+def test_variables_are_read_in_one_order_and_may_name_folders(monkeypatch, bundle, tmp_path):
+    for name in reversed(VARIABLES):
+        for path, wanted in ((str(tmp_path), TrustAnchors(path=str(tmp_path))), (bundle, TrustAnchors(bundle))):
+            monkeypatch.setenv(name, path)
+            assert trust_for(None) == wanted
+        monkeypatch.setenv(name, str(tmp_path))
 
 
 def test_a_variable_that_names_something_unreadable_is_an_error_that_names_it(monkeypatch, tmp_path):
@@ -102,7 +85,7 @@ def test_a_folder_that_may_be_listed_and_not_searched_is_an_error_that_names_the
             folder = Path(outer, f"{mode:o}")
             folder.mkdir()
             folder.chmod(mode)
-            for name in ("SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
+            for name in VARIABLES:
                 with monkeypatch.context() as patch:
                     patch.setenv(name, str(folder))
                     text = error_as_another_user()
@@ -131,53 +114,26 @@ def error_as_another_user() -> str:
     return text
 
 
-def test_places_of_distributions_are_tried_in_their_order(monkeypatch, tmp_path, bundle):
-    nothing_on_this_machine(monkeypatch, tmp_path)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "README").touch()
-    with pytest.raises(StreamError):
-        trust_for(None)  # a folder without hashed names trusts nobody
-    (folder / "0a1b2c3d.0").touch()
-    assert trust_for(None) == TrustAnchors(path=str(folder))
+def test_without_a_variable_the_paths_of_python_are_trusted_and_then_certifi(monkeypatch, bundle, tmp_path):
+    nothing_on_this_machine(monkeypatch, bundle, str(tmp_path))
+    assert trust_for(None) == TrustAnchors(bundle, str(tmp_path))
     monkeypatch.setattr(module, "_found", None)
-    monkeypatch.setattr(module, "BUNDLES", (str(tmp_path / "absent.pem"), bundle))
-    assert trust_for(None) == TrustAnchors(file=bundle)
+    nothing_on_this_machine(monkeypatch)
+    (tmp_path / "cacert.pem").touch()
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(module.importlib.util, "find_spec", {"certifi": spec}.get)
+    assert trust_for(None) == TrustAnchors(str(tmp_path / "cacert.pem"))
 
 
-def test_what_libcurl_was_built_with_goes_before_other_places_where_it_exists(monkeypatch, tmp_path, bundle):
-    (tmp_path / "0a1b2c3d.0").touch()
-    cases = [
-        (None, TrustAnchors()),
-        ((bundle, ""), TrustAnchors(bundle)),
-        (("/absent", str(tmp_path)), TrustAnchors(path=str(tmp_path))),
-    ]
-    for built_in, wanted in cases:
-        nothing_on_this_machine(monkeypatch, tmp_path)
-        monkeypatch.setattr(module, "_found", None)
-        monkeypatch.setattr("tensorizer._C.default_certificates", lambda built_in=built_in: built_in)
-        assert trust_for(None) == wanted
-
-
-def test_packages_are_the_last_choice_and_said_so_once(monkeypatch, tmp_path, caplog):
-    nothing_on_this_machine(monkeypatch, tmp_path, packages=["botocore"])
-    first = trust_for(None)
-    assert Path(first.file).name == "cacert.pem"
-    assert trust_for(None) == first
-    assert len([record for record in caplog.records if "botocore" in record.message]) == 1
-
-
-def test_without_any_certificate_the_error_lists_what_was_tried_and_the_next_call_looks_again(
-    monkeypatch, tmp_path, bundle
-):
-    nothing_on_this_machine(monkeypatch, tmp_path)
-    with pytest.raises(StreamError) as caught:
+def test_without_any_certificate_one_error_says_what_was_tried_and_the_next_call_looks_again(monkeypatch, bundle):
+    nothing_on_this_machine(monkeypatch)
+    with pytest.raises(StreamError, match="no certificate to trust") as caught:
         trust_for(None)
-    for text in (*VARIABLES, "absent.pem", "????????.0", "certifi", "botocore", "ca-certificates", "CAInfo(cacert"):
+    for text in (*VARIABLES, "/absent/cert.pem", "certifi", "ca-certificates", "CAInfo(cacert"):
         assert text in str(caught.value)
     assert trust_for(None, secure=False) == TrustAnchors()
-    monkeypatch.setattr(module, "BUNDLES", (bundle,))
-    assert trust_for(None) == TrustAnchors(file=bundle)
+    nothing_on_this_machine(monkeypatch, bundle)
+    assert trust_for(None) == TrustAnchors(bundle)
 
 
 def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tmp_path):
@@ -188,9 +144,8 @@ def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tm
         from tensorizer.stream_io import CURLStreamFile
         def looked(*arguments):
             raise AssertionError("looked for certificates")
-        for name in ("_of_libcurl", "_of_distribution", "_of_package", "_require_readable"):
-            assert callable(getattr(certificates, name))
-            setattr(certificates, name, looked)
+        assert callable(certificates._of_certifi)
+        certificates._of_certifi = certificates.ssl.get_default_verify_paths = looked
         with CURLStreamFile(sys.argv[1]) as stream:
             assert len(stream.read()) == 3_000_000  # the first request by libcurl, the rest from the socket
         assert certificates._found is None
@@ -206,15 +161,15 @@ def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tm
 
 def test_a_redirect_from_plain_http_to_https_looks_for_the_certificates_then(monkeypatch, tmp_path):
     made = make_certificates(tmp_path)
-    nothing_on_this_machine(monkeypatch, tmp_path)
+    nothing_on_this_machine(monkeypatch)
     options = HTTPOptions(proxy="", retries=0)
     with FaultyServer(b"secure", tls=made.context()) as target:
         found = Reply(status=302, headers={"Location": target.url})
         with FaultyServer(default=found) as server:
-            with pytest.raises(StreamError, match=r"no certificate to trust: none of CURL_CA_BUNDLE.*certifi"):
+            with pytest.raises(StreamError, match=r"no certificate to trust: none of SSL_CERT_FILE.*certifi"):
                 open_stream(server.url, http_options=options)
             assert not target.requests
-            monkeypatch.setattr(module, "BUNDLES", (str(made.authority),))
+            nothing_on_this_machine(monkeypatch, str(made.authority))
             with open_stream(server.url, http_options=options) as stream:
                 assert stream.read() == b"secure"
             assert module._found == TrustAnchors(file=str(made.authority))
@@ -233,7 +188,7 @@ UPLOADS = {
     ),
     "CURL_CA_BUNDLE": lambda made: ({}, {"CURL_CA_BUNDLE": str(made.authority)}),
     "SSL_CERT_FILE": lambda made: ({}, {"SSL_CERT_FILE": str(made.authority)}),
-    "SSL_CERT_DIR": lambda made: ({}, {"SSL_CERT_DIR": str(made.folder)}),
+    "a folder": lambda made: ({}, {"SSL_CERT_FILE": str(made.folder)}),
     "REQUESTS_CA_BUNDLE": lambda made: ({}, {"REQUESTS_CA_BUNDLE": str(made.authority)}),
     "REQUESTS_CA_BUNDLE, a folder": lambda made: ({}, {"REQUESTS_CA_BUNDLE": str(made.folder)}),
     "AWS_CA_BUNDLE": lambda made: ({}, {"AWS_CA_BUNDLE": str(made.authority)}),
@@ -271,7 +226,7 @@ def test_an_aws_setting_that_names_no_certificates_is_an_error_that_names_it(mon
 
 
 def test_what_needs_certificates_is_decided_by_the_address_and_by_proxies_of_https(monkeypatch, tmp_path):
-    nothing_on_this_machine(monkeypatch, tmp_path)
+    nothing_on_this_machine(monkeypatch)
     for name in ("http_proxy", "all_proxy", "ALL_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     for proxy in ("https://127.0.0.1:1", "HTTPS://127.0.0.1:1"):  # before a server in clear, and named by the caller
@@ -285,30 +240,16 @@ def test_what_needs_certificates_is_decided_by_the_address_and_by_proxies_of_htt
     monkeypatch.setenv("http_proxy", "https://127.0.0.1:1")  # one that `no_proxy` may keep out
     assert HTTPOptions()._native(secure=False).clear_needs_trust
     assert not HTTPOptions(proxy="")._native(secure=False).clear_needs_trust
-    monkeypatch.setattr(module, "BUNDLES", (str(made := tmp_path / "made.pem"),))
-    made.touch()
+    made = tmp_path / "made.pem"
+    nothing_on_this_machine(monkeypatch, str(made))
     assert HTTPOptions()._native(secure=False).ca_file == str(made)
-
-
-def test_the_error_lists_the_places_that_libcurl_was_built_with(monkeypatch, tmp_path):
-    nothing_on_this_machine(monkeypatch, tmp_path)
-    monkeypatch.setattr("tensorizer._C.default_certificates", lambda: ("/built/in.pem", "/built/in/folder"))
-    with pytest.raises(StreamError, match=r"not found: /built/in\.pem, /built/in/folder, .*absent\.pem"):
-        trust_for(None)
 
 
 # -- in a mount namespace, with the files of other distributions -------------------------------------------------------
 
-LAYOUTS = {
-    "debian": "mkdir -p /etc/ssl/certs; cp $CA /etc/ssl/certs/ca-certificates.crt",
-    "rhel": "mkdir -p /etc/pki/tls/certs; cp $CA /etc/pki/tls/certs/ca-bundle.crt",
-    "fedora": "mkdir -p /etc/pki/ca-trust/extracted/pem; cp $CA /etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
-    "suse": "mkdir -p /etc/ssl; cp $CA /etc/ssl/ca-bundle.pem",
-    "hashed folder": "mkdir -p /etc/ssl/certs; cp $SINGLE/*.pem /etc/ssl/certs; openssl rehash /etc/ssl/certs",
-    "folder without hashes": "mkdir -p /etc/ssl/certs /etc/pki/tls/certs; cp $CA /etc/ssl/certs/all.pem; "
-    "cp $CA /etc/pki/tls/certs/ca-bundle.crt",
-    "nothing": ":",
-}
+# The folder where this Python's OpenSSL looks for them; it is in /etc, or a link to there.
+CAPATH = os.path.realpath(ssl.get_default_verify_paths().openssl_capath)
+HASHED = f"mkdir -p {CAPATH}; cp $SINGLE/*.pem {CAPATH}; openssl rehash {CAPATH}"
 # Red Hat's setting that other builds of OpenSSL refuse, and a provider that is not there.
 HOSTILE = """openssl_conf = openssl_init
 [openssl_init]
@@ -396,11 +337,10 @@ TRUSTED = ["https b'over https'", "proxy b'over https'", "rediss b'over redis'"]
 
 
 @pytest.mark.slow
-def test_every_layout_of_certificates_serves_https_proxies_and_redis(peers):
+@pytest.mark.skipif(not CAPATH.startswith("/etc/"), reason="this Python has certificates outside of /etc")
+def test_the_folder_of_the_system_serves_https_proxies_and_redis(peers):
     require_mounts()
-    for name, commands in LAYOUTS.items():
-        wanted = [f"{way} untrusted" for way in ("https", "proxy", "rediss")] if name == "nothing" else TRUSTED
-        assert peers(*with_mounts(SETUP + commands)) == wanted, name
+    assert peers(*with_mounts(SETUP + HASHED)) == TRUSTED
 
 
 # -- what the host says to OpenSSL -------------------------------------------------------------------------------------
@@ -460,5 +400,5 @@ def test_a_wheel_reads_no_configuration_of_openssl_in_its_usual_place(peers, tmp
     for text in (POLICY, HOSTILE):
         (tmp_path / "hostile.cnf").write_text(text)
         for folder in ("/etc/ssl", "/etc/pki/tls"):
-            commands = f"{LAYOUTS['debian']}; mkdir -p {folder}; cp {tmp_path}/hostile.cnf {folder}/openssl.cnf"
+            commands = f"{HASHED}; mkdir -p {folder}; cp {tmp_path}/hostile.cnf {folder}/openssl.cnf"
             assert peers(*with_mounts(SETUP + commands)) == TRUSTED, (folder, text)

@@ -148,11 +148,13 @@ def test_a_self_signed_certificate_can_be_its_own_authority(certificates):
             assert stream.read(10) == CONTENT[:10]
 
 
-@pytest.mark.parametrize("variable", ["CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"])
+@pytest.mark.parametrize("variable", ["CURL_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"])
 def test_certificates_of_the_environment_are_trusted(certificates, monkeypatch, variable):
     for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, str(certificates.folder if variable.endswith("DIR") else certificates.authority))
+    monkeypatch.setenv(
+        variable, str(certificates.folder if variable == "REQUESTS_CA_BUNDLE" else certificates.authority)
+    )
     with FaultyServer(CONTENT, tls=certificates.context()) as server:
         stream = open_stream(server.url, http_options=quick())
         assert stream.read(10) == CONTENT[:10]

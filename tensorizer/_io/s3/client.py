@@ -213,7 +213,7 @@ def trust_of_parts(session: Any) -> Optional[CAInfo]:
 
 def _trust(session: Any, certificates: Optional[CAInfo]) -> TrustAnchors:
     """boto3's own settings first, then the variables that reads honour too."""
-    own = session.get_config_variable("ca_bundle") or env_text("REQUESTS_CA_BUNDLE")
+    own = session.get_config_variable("ca_bundle")
     if certificates is None and own:
         return TrustAnchors(path=own) if os.path.isdir(own) else TrustAnchors(own)
     return named_trust(certificates) or TrustAnchors()
