@@ -66,7 +66,7 @@ def test_a_key_of_another_type_is_a_type_error(key: object) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 31, 33, 64])
 def test_a_key_of_another_length_is_a_value_error_that_says_both_lengths(nbytes: int) -> None:
-    with pytest.raises(ValueError, match=rf"32 bytes, found {nbytes}"):
+    with pytest.raises(ValueError, match=rf"32 bytes, got {nbytes}"):
         EncryptionParams(bytes(nbytes))
 
 
@@ -265,7 +265,7 @@ def test_a_key_file_of_another_size_is_a_value_error_naming_it(tmp_path: Path, n
     path = tmp_path / "some.key"
     path.write_bytes(b"\xab" * nbytes)
     for params in (EncryptionParams, DecryptionParams):
-        with pytest.raises(ValueError, match=rf"some\.key.*32 bytes, found {found}$"):
+        with pytest.raises(ValueError, match=rf"some\.key.*32 bytes, got {found}$"):
             params.from_file(path)
 
 
@@ -409,7 +409,7 @@ def test_copies_and_pickles_are_equal() -> None:
         for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
             assert pickle.loads(pickle.dumps(params, protocol)) == params
     provided = pickle.loads(pickle.dumps(EncryptionParams.from_provider(bytes)))
-    with pytest.raises(ValueError, match="found 0"):
+    with pytest.raises(ValueError, match="got 0"):
         _ = provided.key
     assert pickle.loads(pickle.dumps(OpsLimit.SENSITIVE)) is OpsLimit.SENSITIVE
 
