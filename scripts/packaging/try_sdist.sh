@@ -7,7 +7,7 @@ shopt -s nullglob
 folder=${1:?usage: try_sdist.sh FOLDER}
 sources=("$folder"/tensorizer-*.tar.gz)
 if [ ${#sources[@]} != 1 ]; then
-  echo "try_sdist.sh: ${#sources[@]} source distributions in $folder: wanted one" >&2
+  echo "try_sdist.sh: ${#sources[@]} source distributions in $folder: expected one" >&2
   exit 1
 fi
 scripts=$(cd "$(dirname "$0")" && pwd)

@@ -138,12 +138,12 @@ def test_messages_say_what_the_user_gave(folder):
     why, status = ("(--skip-non-tensors)", 6) if reads_pickles else ("torch 2.6 or later", 3)
     refused(folder, ["convert", "m.bin", "n.tensors"], why, status=status)
     refused(folder, ["convert", "src", "served", "--all"], "--all: ")
-    refused(folder, ["convert", "m.tensors", "n.tensors", "--max-shard-size", "x"], "--max-shard-size: wanted")
-    refused(folder, ["cache", "prune", "--cache", "out", "--max-size", "x"], "--max-size: wanted")
-    refused(folder, ["cache", "prune", "--cache", "out", "--older-than", "-1"], "--older-than: wanted")
+    refused(folder, ["convert", "m.tensors", "n.tensors", "--max-shard-size", "x"], "--max-shard-size: expected")
+    refused(folder, ["cache", "prune", "--cache", "out", "--max-size", "x"], "--max-size: expected")
+    refused(folder, ["cache", "prune", "--cache", "out", "--older-than", "-1"], "--older-than: expected")
     words = "encrypt m.tensors e --passphrase-env P --opslimit"
-    refused(folder, [*words.split(), "0"], "--opslimit: wanted", P="words")
-    refused(folder, [*words.split(), "1", "--memlimit", "0"], "--memlimit: wanted", P="words")
+    refused(folder, [*words.split(), "0"], "--opslimit: expected", P="words")
+    refused(folder, [*words.split(), "1", "--memlimit", "0"], "--memlimit: expected", P="words")
 
 
 def test_what_the_configuration_of_a_store_lacks_is_told_in_one_line(folder, monkeypatch):
