@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import logging
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from tensorizer import _C
@@ -93,7 +94,8 @@ class S3Upload:
             self._checksums.pop(number, None)
             if self._adds_checksums:
                 self._checksums[number] = params["ChecksumCRC32"] = base64.b64encode(crc32.to_bytes(4, "big")).decode()
-        signed = presign(self._client, method, params, URL_SECONDS)
+        with self._translated("continue"):
+            signed = presign(self._client, method, params, URL_SECONDS)
         return signed.url, list(signed.headers.items())
 
     def adapt(self, number: int, status: int, reason: str) -> bool:
@@ -195,12 +197,18 @@ class S3Upload:
         return {**self._target, **{n: v for n, v in extra.items() if not (without_conditions and n.startswith("If"))}}
 
     def _call(self, operation: str, method: str, **params: Any) -> Any:
+        with self._translated(operation):
+            return getattr(self._client, method)(**self._params(method), **params)
+
+    @contextlib.contextmanager
+    def _translated(self, operation: str) -> Iterator[None]:
+        """Raises errors of botocore as the package's own."""
         from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, NoCredentialsError
         from botocore.parsers import ResponseParserError
 
         failures = ClientError, ConnectionError, HTTPClientError, NoCredentialsError, ResponseParserError, StreamError
         try:
-            return getattr(self._client, method)(**self._params(method), **params)
+            yield
         except failures as error:
             raise translated(error, f"{operation} the upload of", self.name) from error
 
