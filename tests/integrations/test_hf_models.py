@@ -339,7 +339,7 @@ def test_limits_of_two_devices_divide_a_model_as_accelerate_does():
     whole = model._no_split_modules
     assert found == dict(accelerate.infer_auto_device_map(model, limits, list(whole), dtype=torch.float32))
     assert set(found.values()) == {0, 1, "cpu"}
-    with pytest.raises(ValueError, match="device_map: wanted"):
+    with pytest.raises(ValueError, match="device_map: expected"):
         resolve_device_map(model, "nowhere", None, torch.float32)
 
 
@@ -741,7 +741,7 @@ def test_a_folder_may_be_a_uri(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_saved_is_refused_before_a_file_appears(tmp_path):
-    with pytest.raises(TypeError, match="found Linear"):
+    with pytest.raises(TypeError, match="got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "out")
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(tiny_models.llama_config())
@@ -757,8 +757,8 @@ def test_what_cannot_be_saved_is_refused_before_a_file_appears(tmp_path):
 def test_sources_that_are_no_folders_are_named(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for source, error in (
-        (tmp_path / "file", "found a file"),
-        (tmp_path / "nothing", "found nothing"),
+        (tmp_path / "file", "got a file"),
+        (tmp_path / "nothing", "got nothing"),
         (tmp_path, "config.json"),
     ):
         with pytest.raises(FileNotFoundError, match=error):
@@ -805,10 +805,10 @@ def test_a_file_of_a_folder_is_taken_for_its_folder(tmp_path):
         with serve_folder(tmp_path) as url:
             found = from_pretrained(type(model), f"{url}/{alone.relative_to(tmp_path)}", config=model.config)
             assert_as_the_library(found, model, format)
-        with pytest.raises(FileNotFoundError, match="found nothing"):
+        with pytest.raises(FileNotFoundError, match="got nothing"):
             from_pretrained(type(model), str(alone.parent / f"missing.{format}"))
     (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(FileNotFoundError, match="found a file"):
+    with pytest.raises(FileNotFoundError, match="got a file"):
         from_pretrained(type(model), str(tmp_path / "notes.txt"))
 
 

@@ -413,7 +413,7 @@ def test_an_adapter_that_does_not_fit_or_names_no_base_is_an_error(tmp_path):
         config.write_text(json.dumps({**values, "base_model_name_or_path": name}))
         with pytest.raises(ValueError, match="base_model_name_or_path"):
             from_pretrained(None, tmp_path / "ours")
-    with pytest.raises(TypeError, match="found Linear"):
+    with pytest.raises(TypeError, match="got Linear"):
         load_adapter(torch.nn.Linear(1, 1), tmp_path / "ours")
 
 

@@ -705,7 +705,7 @@ def test_without_a_number_count_and_sizes_are_compared(tmp_path):
     assert load(tmp_path / "a.pt")[1].shape == (4,)
     with pytest.raises(ValueError, match="storage 1: expected 16 bytes, got 20"):
         load(tmp_path / "a.pt", tmp_path / "b.pt.tensors")
-    with pytest.raises(ValueError, match="2 storages wanted, 1 found"):
+    with pytest.raises(ValueError, match="expected 2 storages, got 1"):
         load(tmp_path / "a.pt", tmp_path / "c.pt.tensors")
 
 
