@@ -123,7 +123,7 @@ class LoadBatch {
             const std::vector<uint32_t>& entries, const py::list& indices)
       : source_(std::move(source)), opened_(std::move(opened)), place_(TensorPlace::cpu()) {
     if (entries.size() != indices.size())
-      throw Error(Errc::invalid_argument, "one index per entry is wanted");
+      throw Error(Errc::invalid_argument, "one index per entry is expected");
     targets_.reserve(entries.size());
     shapes_.reserve(entries.size());
     for (size_t i = 0; i < entries.size(); ++i) {
@@ -152,7 +152,7 @@ class LoadBatch {
       return;
     }
     if (addresses->size() != targets_.size())
-      throw Error(Errc::invalid_argument, "one address per tensor is wanted");
+      throw Error(Errc::invalid_argument, "one address per tensor is expected");
     for (size_t i = 0; i < targets_.size(); ++i) {
       const uint64_t nbytes =
           is_of_parts_ ? part_nbytes(i) : opened_->index[targets_[i].entry].data_nbytes;
@@ -215,7 +215,7 @@ class LoadBatch {
       const format::IndexEntry& entry = opened_->index[target.entry];
       if (entry.data_nbytes != entry.loaded_nbytes)
         throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " stores " +
-                                         std::to_string(entry.data_nbytes) + " bytes, wanted " +
+                                         std::to_string(entry.data_nbytes) + " bytes, expected " +
                                          std::to_string(entry.loaded_nbytes));
     }
   }

@@ -26,8 +26,8 @@ cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
                                    uint64_t slot_nbytes, double keep_idle_seconds,
                                    bool open_on_device) {
   if (slot_nbytes < kMinSlotNbytes)
-    throw Error(Errc::invalid_argument, "bytes of a pinned slot: wanted " +
-                                            std::to_string(kMinSlotNbytes) + " or more, found " +
+    throw Error(Errc::invalid_argument, "bytes of a pinned slot: expected " +
+                                            std::to_string(kMinSlotNbytes) + " or more, got " +
                                             std::to_string(slot_nbytes));
   cuda::CudaCopyOptions options;
   options.device = device;

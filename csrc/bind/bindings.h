@@ -61,8 +61,8 @@ class BytesView {
 template <size_t N>
 std::span<const std::byte, N> exactly(std::span<const std::byte> bytes, const char* what) {
   if (bytes.size() == N) return std::span<const std::byte, N>(bytes);
-  throw Error(Errc::invalid_argument, std::string(what) + ": wanted " + std::to_string(N) +
-                                          " bytes, found " + std::to_string(bytes.size()));
+  throw Error(Errc::invalid_argument, std::string(what) + ": expected " + std::to_string(N) +
+                                          " bytes, got " + std::to_string(bytes.size()));
 }
 
 // How a key comes from a passphrase: opslimit, memlimit, salt.

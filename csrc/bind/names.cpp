@@ -35,7 +35,7 @@ std::string digits_of(py::handle index) {
   }
   throw Error(Errc::invalid_argument, "a tensor path holds indices of at most " +
                                           std::to_string(format::kMaxIndexDigits) +
-                                          " digits, found a longer one");
+                                          " digits, got a longer one");
 }
 
 }  // namespace
@@ -71,7 +71,7 @@ format::TensorPath path_from_python(const py::tuple& components) {
         throw Error(Errc::invalid_argument, "a tensor path cannot hold a negative index");
       path.emplace_back(format::PathIndex{digits_of(part)});
     } else {
-      throw py::type_error("a tensor path holds str and int, found " +
+      throw py::type_error("a tensor path holds str and int, got " +
                            py::type::of(part).attr("__name__").cast<std::string>());
     }
   }

@@ -140,7 +140,7 @@ size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {
   }
   const py::object got = call_method("read", {file_.ptr(), py::int_(into.size()).ptr()});
   if (PyObject_CheckBuffer(got.ptr()) == 0)
-    throw py::type_error(name_ + ": wanted bytes from read(), found " +
+    throw py::type_error(name_ + ": expected bytes from read(), got " +
                          Py_TYPE(got.ptr())->tp_name + "; open the file in binary mode");
   const auto copy =
       py::reinterpret_steal<py::bytes>(PyBytes_FromObject(got.ptr()));  // as is, if bytes

@@ -39,7 +39,7 @@ void check_limit(const char* name, uint64_t value, uint64_t limit) {
 void check(const DerivationParams& params, const DerivationLimits& limits) {
   if (params.algorithm != kArgon2id13) {
     throw Error(Errc::crypto, "key derivation: unknown algorithm " +
-                                  std::to_string(params.algorithm) + ", wanted " +
+                                  std::to_string(params.algorithm) + ", expected " +
                                   std::to_string(kArgon2id13) + " (Argon2id v1.3)");
   }
   check_range("opslimit", params.opslimit, kMinOpslimit, kMaxOpslimit);
@@ -91,7 +91,7 @@ constexpr size_t kMaxDerNbytes = 8192;  // keys of other algorithms are to be to
 [[noreturn]] void refuse(const std::string& found) {
   throw Error(
       Errc::invalid_argument,
-      "wanted an Ed25519 key: a PEM file with PRIVATE KEY, or 64 hexadecimal digits; found " +
+      "expected an Ed25519 key: a PEM file with PRIVATE KEY, or 64 hexadecimal digits; got " +
           found);
 }
 

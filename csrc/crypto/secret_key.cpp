@@ -22,7 +22,7 @@ SecretKey::SecretKey() {
 SecretKey::SecretKey(std::span<const std::byte> bytes) : SecretKey() {
   // The delegated constructor has completed, so the destructor frees the pages if this throws.
   if (bytes.size() != kKeyNbytes) {
-    throw Error(Errc::invalid_argument, "key: wanted " + std::to_string(kKeyNbytes) +
+    throw Error(Errc::invalid_argument, "key: expected " + std::to_string(kKeyNbytes) +
                                             " bytes, got " + std::to_string(bytes.size()));
   }
   std::memcpy(data_, bytes.data(), kKeyNbytes);

@@ -155,7 +155,7 @@ class SectionReader {
   void accept_signatures(std::span<const std::byte> body, uint64_t at) {
     const size_t count = body.size() / kSignatureNbytes;
     if (body.size() % kSignatureNbytes != 0 || count == 0 || count > kMaxSignatures)
-      cursor_.fail("signatures", std::to_string(body.size()) + " bytes, wanted 1 to " +
+      cursor_.fail("signatures", std::to_string(body.size()) + " bytes, expected 1 to " +
                                      std::to_string(kMaxSignatures) + " times " +
                                      std::to_string(kSignatureNbytes));
     ByteCursor cursor(body, "signatures", at);
@@ -172,7 +172,7 @@ class SectionReader {
                      digest::Sha256 digest) {
     digest::Sha256Digest stored;
     if (body.size() != stored.size())
-      cursor_.fail("index digest", "it has " + std::to_string(body.size()) + " bytes, wanted 32");
+      cursor_.fail("index digest", "it has " + std::to_string(body.size()) + " bytes, expected 32");
     std::ranges::copy(body, stored.begin());
     digest.update(before);
     annex_.digest = stored;

@@ -58,7 +58,7 @@ bool JsonReader::take(char c) noexcept {
 
 void JsonReader::expect(char c, std::string_view where) {
   if (take(c)) return;
-  fail(std::string(where) + ": wanted " + shown(c) + ", found " +
+  fail(std::string(where) + ": expected " + shown(c) + ", got " +
        (at_ == end_ ? "the end" : shown(*at_)));
 }
 
@@ -146,7 +146,7 @@ uint32_t JsonReader::hex4() {
 }
 
 uint64_t JsonReader::integer(std::string_view where) {
-  if (next_is('-')) fail(std::string(where) + ": wanted a plain integer, 0 or more");
+  if (next_is('-')) fail(std::string(where) + ": expected a plain integer, 0 or more");
   const std::string_view text = digits(where);
   uint64_t value = 0;
   if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc{})
@@ -164,7 +164,7 @@ std::string_view JsonReader::digits(std::string_view where) {
   const bool padded = found.size() > 1 && found.front() == '0';
   const bool other = at_ != end_ && (*at_ == '.' || *at_ == 'e' || *at_ == 'E');
   if (found.empty() || padded || other || (negative && found != "0"))
-    fail(std::string(where) + ": wanted a plain integer, 0 or more");
+    fail(std::string(where) + ": expected a plain integer, 0 or more");
   return found;
 }
 
@@ -195,7 +195,7 @@ void JsonReader::skip_number() {
 }
 
 void JsonReader::skip_scalar() {
-  if (at_ == end_) fail("wanted a value, found the end");
+  if (at_ == end_) fail("expected a value, got the end");
   switch (*at_) {
     case '"':
       string("a value");

@@ -62,7 +62,7 @@ class HeaderParser {
     const auto once = [&](bool seen, std::string_view member) {
       if (seen) fail(name, std::string(member) + " occurs twice");
     };
-    if (!json_.next_is('{')) fail(name, "wanted '{', an object");
+    if (!json_.next_is('{')) fail(name, "expected '{', an object");
     json_.object("a tensor", [&](std::string_view member) {
       if (member == "dtype") {
         once(dtype.has_value(), member);
@@ -98,7 +98,7 @@ class HeaderParser {
       ++count;
     });
     if (count != offsets.size())
-      json_.fail("data_offsets: wanted two numbers, found " + std::to_string(count));
+      json_.fail("data_offsets: expected two numbers, got " + std::to_string(count));
     return offsets;
   }
 
@@ -165,7 +165,7 @@ class HeaderParser {
     for (IndexEntry& entry : entries) {
       const uint64_t begin = entry.offset, end = entry.data_offset;
       if (begin != previous_end)
-        fail(entry.name, "its data begins at " + std::to_string(begin) + ", wanted " +
+        fail(entry.name, "its data begins at " + std::to_string(begin) + ", expected " +
                              std::to_string(previous_end) + ", where what precedes it ends");
       if (end > kMaxNbytes - std::min(payloads_at_, kMaxNbytes))
         fail(entry.name, "its data ends at " + std::to_string(end) + ", which no file reaches");

@@ -12,7 +12,7 @@ void throw_truncated(const std::string& name, uint64_t offset, uint64_t nbytes,
   throw Error(Errc::truncated,
               name + " is cut short: it ends at byte " + std::to_string(source_nbytes) +
                   ", but bytes " + std::to_string(offset) + " to " +
-                  std::to_string(offset + nbytes) + " are wanted",
+                  std::to_string(offset + nbytes) + " are expected",
               name, offset);
 }
 

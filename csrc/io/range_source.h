@@ -43,7 +43,8 @@ struct SourceTraits {
   bool waits = false;
 };
 
-// "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are wanted" (Errc::truncated).
+// "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are expected"
+// (Errc::truncated).
 [[noreturn]] void throw_truncated(const std::string& name, uint64_t offset, uint64_t nbytes,
                                   uint64_t source_nbytes);
 

@@ -245,10 +245,10 @@ void SaveSession::write_payloads(std::span<const device::TensorMemory> payloads,
   const std::span<PlannedRecord> records = left.first(payloads.size());
   for (size_t i = 0; i < payloads.size(); ++i) {
     if (payloads[i].nbytes != records[i].data_nbytes)
-      throw Error(Errc::invalid_argument,
-                  "payload " + std::to_string(call_->written + i) + " of the call: wanted " +
-                      std::to_string(records[i].data_nbytes) + " bytes, found " +
-                      std::to_string(payloads[i].nbytes));
+      throw Error(Errc::invalid_argument, "payload " + std::to_string(call_->written + i) +
+                                              " of the call: expected " +
+                                              std::to_string(records[i].data_nbytes) +
+                                              " bytes, got " + std::to_string(payloads[i].nbytes));
   }
   call_->written += payloads.size();
   write_records({.records = records,

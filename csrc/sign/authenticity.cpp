@@ -111,7 +111,7 @@ format::Annex open_sealed(const OpenedIndex& opened, KeyRing& keys) {
   const format::CryptInfo info = format::parse_crypt_info(cursor.take(nbytes, "crypt_info"), 0);
   const auto cipher = cursor.take(cursor.remaining(), "ciphertext");
   if (!info.cipher || info.cipher->macs.size() != kMacNbytes)
-    throw Error(Errc::crypto, "sealed metadata: wanted one message with one authentication code");
+    throw Error(Errc::crypto, "sealed metadata: expected one message with one authentication code");
   std::vector<std::byte> plain(cipher.size());
   const auto mac = info.cipher->macs.first<kMacNbytes>();
   if (!crypto::open(plain, cipher, mac, crypto::NonceView(info.cipher->nonce),

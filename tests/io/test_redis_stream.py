@@ -335,7 +335,7 @@ class TestDamage:
         with pytest.raises(TruncatedError, match=r"change:header:0.*expected 1000 bytes, got 900"):
             stream.read()
         client.delete("change:header:0")
-        with pytest.raises(TruncatedError, match="found no value"):
+        with pytest.raises(TruncatedError, match="got no value"):
             stream.read()
 
     def test_a_key_of_another_type_is_named(self, server):

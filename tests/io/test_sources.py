@@ -519,7 +519,7 @@ def test_text_from_an_object_that_nobody_knows_is_a_type_error_that_says_how_to_
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-    with pytest.raises(TypeError, match=r"read\(\), found str; open the file in binary mode"):
+    with pytest.raises(TypeError, match=r"read\(\), got str; open the file in binary mode"):
         TensorDeserializer(Texts(), device="cpu")
 
 

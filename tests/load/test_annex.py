@@ -260,7 +260,7 @@ BAD = {
     "alias twice in two spellings": ([(TIES, 0, b'{"x":"a","\\u001e[\\"x\\"]":"b"}')], "twice"),
     "alias below a tensor": ([(TIES, 0, text({'\x1e["a","b"]': "b"}))], "a"),
     "alias that is no name": ([(TIES, 0, text({"": "a"}))], ""),
-    "ties that are a list": ([(TIES, 0, b"[]")], "wanted '{'"),
+    "ties that are a list": ([(TIES, 0, b"[]")], "expected '{'"),
     "ties of numbers": ([(TIES, 0, b'{"x":1}')], "ties"),
     "metadata that is cut": ([(METADATA, 0, b'{"a":"b"')], "metadata"),
     "metadata twice": ([(METADATA, 0, b"{}"), (METADATA, 0, b"{}")], "twice"),

@@ -59,7 +59,7 @@ TEST_F(CudaDriver, ThatIsMissingIsNamedInTheError) {
 
 TEST_F(CudaDriver, ThatIsTooOldIsNamedWithItsVersion) {
   ::setenv("FAKE_CUDA_VERSION", "11020", 1);
-  EXPECT_EXIT(expect_no_driver(FAKE_CUDA_11_LIBRARY, "found version 11020"),
+  EXPECT_EXIT(expect_no_driver(FAKE_CUDA_11_LIBRARY, "got version 11020"),
               ::testing::ExitedWithCode(0), "");
   ::unsetenv("FAKE_CUDA_VERSION");
 }

@@ -77,7 +77,7 @@ std::unique_ptr<Driver> open_driver(const std::string& library) {
   auto driver = std::make_unique<Driver>();
   driver->version = symbols.version();
   if (driver->version < kOldestDriver || !symbols.has_lookup())
-    throw Error(Errc::device, "the CUDA driver is too old: wanted 11.3 or newer, found version " +
+    throw Error(Errc::device, "the CUDA driver is too old: expected 11.3 or newer, got version " +
                                   std::to_string(driver->version));
 #define TENSORIZER_CUDA_FIND(name, version, parameters) \
   driver->name = reinterpret_cast<decltype(driver->name)>(symbols.find(#name, version));

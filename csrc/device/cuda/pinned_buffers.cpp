@@ -49,12 +49,12 @@ std::string mebibytes(uint64_t nbytes) { return std::to_string(nbytes >> 20) + "
 
 void validate(const PinnedSettings& settings) {
   if (settings.slots < kFewestSlots || settings.slots > kMaxSlots)
-    throw Error(Errc::invalid_argument, "pinned slots: wanted 2 to " + std::to_string(kMaxSlots) +
-                                            ", found " + std::to_string(settings.slots));
+    throw Error(Errc::invalid_argument, "pinned slots: expected 2 to " + std::to_string(kMaxSlots) +
+                                            ", got " + std::to_string(settings.slots));
   if (settings.slot_nbytes < kPage || settings.slot_nbytes > kMaxNbytes / settings.slots)
     throw Error(Errc::invalid_argument,
-                "bytes of a pinned slot: wanted 4096 or more, and 64 GiB or less in all slots, "
-                "found " +
+                "bytes of a pinned slot: expected 4096 or more, and 64 GiB or less in all slots, "
+                "got " +
                     std::to_string(settings.slot_nbytes));
 }
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -20,6 +21,17 @@
 
 namespace tensorizer::io {
 namespace {
+
+// Says how much is needed and how much the file system has.
+[[noreturn]] void throw_full(int fd, uint64_t nbytes, const std::string& name, int err) {
+  std::string room = std::to_string(nbytes) + " bytes are needed";
+  struct statvfs found{};
+  if (fstatvfs(fd, &found) == 0) {
+    room += ", " + std::to_string(static_cast<uint64_t>(found.f_bavail) * found.f_frsize) +
+            " are free,";
+  }
+  throw_errno("no room: " + room + " for", name, err);
+}
 
 constexpr uint64_t kWritebackNbytes = uint64_t{1} << 20;  // smaller writes wait for company
 constexpr uint64_t kReserveNbytes = uint64_t{1} << 20;    // less is not worth a call
@@ -183,7 +195,7 @@ void FileSink::reserve(uint64_t end) {
   // them does that as well.
   if (!named_ && !target_.empty() && is_in_memory(fd_.get())) return;
   if (options_.calls->reserve(fd_.get(), target_.empty(), extent_, end - extent_) != 0) {
-    if (is_full(errno)) throw_errno("no room for", name_, errno);
+    if (is_full(errno)) throw_full(fd_.get(), end - extent_, name_, errno);
     return;
   }
   extent_ = end;
@@ -287,7 +299,7 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
       continue;
     }
     if (copied < 0 && errno == EINTR) continue;
-    if (copied < 0 && is_full(errno)) throw_errno("no room for", name_, errno);
+    if (copied < 0 && is_full(errno)) throw_full(fd_.get(), left, name_, errno);
     std::vector<std::byte> buffer(
         std::min(left, kCopyNbytes));  // this file system cannot: read and write
     read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);

@@ -210,11 +210,11 @@ void RedisHandle::read_value(ScatterCursor& into, uint64_t wanted, std::string_v
   const char* const last = line.data() + line.size();
   const char* const digits = line.starts_with('$') ? line.data() + 1 : last;
   const auto [end, problem] = std::from_chars(digits, last, found);
-  if (problem != std::errc{} || end != last || found < -1) fail_protocol("wanted a string");
+  if (problem != std::errc{} || end != last || found < -1) fail_protocol("expected a string");
   if (static_cast<uint64_t>(std::max<int64_t>(found, 0)) != wanted || found < 0)
     throw Error(Errc::truncated,
-                server_ + ": " + std::string(what) + ": wanted " + std::to_string(wanted) +
-                    " bytes, found " + (found < 0 ? "no value" : std::to_string(found)) +
+                server_ + ": " + std::string(what) + ": expected " + std::to_string(wanted) +
+                    " bytes, got " + (found < 0 ? "no value" : std::to_string(found)) +
                     "; the key was changed or removed while it was read",
                 server_);
   for (uint64_t left = wanted; left > 0;) {

@@ -93,7 +93,7 @@ std::vector<RedisPiece> RedisLayout::plan(const std::string& name, uint64_t offs
     const std::optional<size_t> i = find(offset);
     if (!i)
       throw Error(Errc::truncated,
-                  name + ": wanted bytes up to " + std::to_string(*end) +
+                  name + ": expected bytes up to " + std::to_string(*end) +
                       ", but no key holds byte " + std::to_string(offset) +
                       (offset >= end_ ? " (the last key ends there)" : ""),
                   name, offset);
