@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -85,17 +86,30 @@ def session() -> str:
     shapes = {f"model.layers.{i}.{name}": shape for i in range(12) for name, shape in layer.items()}
     state = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     state["model.embed_tokens.weight"] = torch.zeros(1000, 64, dtype=torch.bfloat16)
-    text = ""
     with tempfile.TemporaryDirectory() as folder:
         save_file(state, Path(folder, "model.safetensors"))
         save_file({**state, "model.norm.weight": torch.zeros(64)}, Path(folder, "other.tensors"))
-        for command in COMMANDS:
-            words = [sys.executable, "-m", "tensorizer", *command.split()]
-            ran = subprocess.run(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            printed = re.sub(r", [0-9.]+ [a-zA-Z]+/s", "", re.sub(r" in [0-9.]+ s\)", ")", ran.stdout))
-            printed = re.sub("[0-9a-f]{64}", "(64 hexadecimal digits)", printed)
-            text += f"$ tensorizer {command}\n{printed}"
+        back = os.getcwd()
+        os.chdir(folder)
+        try:
+            printed = {command: _printed(command.split()) for command in COMMANDS}
+        finally:
+            os.chdir(back)
+    text = ""
+    for command, shown in printed.items():
+        shown = re.sub(r", [0-9.]+ [a-zA-Z]+/s", "", re.sub(r" in [0-9.]+ s\)", ")", shown))
+        text += f"$ tensorizer {command}\n" + re.sub("[0-9a-f]{64}", "(64 hexadecimal digits)", shown)
     return text
+
+
+def _printed(words: list[str]) -> str:
+    """What one command writes to its outputs, which are no terminals."""
+    from tensorizer.cli.main import main
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        main(words)
+    return output.getvalue()
 
 
 def sections(parser: argparse.ArgumentParser, above: str) -> list[str]:
