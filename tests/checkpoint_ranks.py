@@ -362,7 +362,7 @@ def damage_between_ranks(folder: Path) -> None:
 
     first.write_bytes(contents[1])
     second.write_bytes(contents[0])
-    for failure in (found(), *td.verify(folder).errors):
+    for failure in (found(), *(wrong.reason for wrong in td.verify(folder).mismatched)):
         assert isinstance(failure, (HashMismatchError, str)), failure
         assert "'w'" in str(failure)
         assert ".tensors" in str(failure)
@@ -428,7 +428,7 @@ def other_ways(folder: Path) -> None:
         alone = [dist.new_group([other]) for other in range(2)][rank]
         assert td.verify(folder / "thread", alone) == report  # by one process
         assert report.ok, report
-        assert report.boxes == 3
+        assert len(report.verified) == 3
         assert report.nbytes == 2 * 2000 + 12
         with pytest.raises(FileNotFoundError):  # on all ranks, as on one alone, also where one of them alone finds none
             td.verify(folder / ("nowhere", "thread")[rank])
@@ -441,8 +441,8 @@ def other_ways(folder: Path) -> None:
         dist.barrier()
         report = td.verify(folder / "thread")
         assert not report.ok
-        assert "'w1'" in report.errors[0]
-        assert "r00001-" in report.errors[0]
+        assert "'w1'" in report.mismatched[0].reason
+        assert "r00001-" in report.mismatched[0].reason
 
     run_ranks(2, work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from tensorizer._files.copy import open_once
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access, Trust
+from tensorizer._io.uri import local_path
 from tensorizer._load.open_file import OpenFile
 from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TensorizerError
@@ -101,7 +103,8 @@ def verify(
     """Reads every tensor and compares it with the digests and authentication codes in the file.
 
     Args:
-        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index; or a local folder
+            that ``TensorizerWriter`` has written, of which everything is checked.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
         sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere. A remote file is
@@ -125,6 +128,8 @@ def verify(
         OSError: It cannot be opened or read.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.
     """
+    if is_checkpoint(source):
+        return _verify_checkpoint(source, encryption, num_readers, stream_options)
     wanted = None if sha256 is None else sha256.strip().lower()
     if wanted is not None and not _SHA256.match(wanted):
         raise ValueError(f"sha256: expected 64 hexadecimal digits, got {len(wanted)} characters")
@@ -177,6 +182,20 @@ def verify(
             authenticated=file.authenticated,
             signers=tuple(signer.hex() for signer in file.signers),
         )
+
+
+def is_checkpoint(source: Any) -> bool:
+    """Whether a local path is a checkpoint folder of ``torch.distributed.checkpoint``, with its marker."""
+    path = local_path(source) if isinstance(source, (str, os.PathLike)) else None
+    return path is not None and any(os.path.isfile(os.path.join(path, name)) for name in (".metadata", "__0.metadata"))
+
+
+def _verify_checkpoint(
+    source: Any, encryption: Any, num_readers: Optional[int], stream_options: Optional[Mapping[str, Any]]
+) -> VerifyReport:
+    from tensorizer import distributed
+
+    return distributed.verify(source, encryption=encryption, threads=num_readers, stream_options=stream_options)
 
 
 def check_all(file: OpenFile, progress: ProgressArgument) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tensorizer import cli
+from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import size_text
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import NO_SUCH_NAME, add_common, add_filter, name_filter, stream_options
@@ -23,7 +24,9 @@ def add_parsers(commands: Any) -> None:
         description="Reads every tensor and compares it with the digests and authentication codes in the file. "
         "A .safetensors file has no digests: its structure is checked; --sha256 and --hub check its bytes.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards; a checkpoint folder"
+    )
     add_filter(parser)
     parser.add_argument("--sha256", metavar="HEX", help="the expected SHA-256 of the whole file")
     parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest of the hub")
@@ -40,15 +43,15 @@ def add_parsers(commands: Any) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     with cli.imports():
         from tensorizer._files.inspect import inspect
-        from tensorizer._files.verify import sha256_of_hub_file, verify
+        from tensorizer._files.verify import is_checkpoint, sha256_of_hub_file, verify
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
     reports = []
     for file in arguments.files:
         options = stream_options(arguments, file)
-        info = inspect(file, stream_options=options)
-        key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
+        encrypted = not is_checkpoint(file) and inspect(file, stream_options=options).encrypted
+        key = decryption(arguments, output, encrypted, what=escaped(shown_uri(file)))
         report = verify(
             file,
             encryption=key,

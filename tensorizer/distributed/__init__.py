@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
-    from tensorizer.distributed._checkpoint.existing import VerifyReport as VerifyReport
     from tensorizer.distributed._checkpoint.existing import is_complete as is_complete
     from tensorizer.distributed._checkpoint.existing import verify as verify
     from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 # The module that each name is imported from when somebody first asks for it.
 _ORIGINS = {
     "dcp_default": "tensorizer.distributed._checkpoint.defaults",
-    "VerifyReport": "tensorizer.distributed._checkpoint.existing",
     "dcp_to_files": "tensorizer.distributed._checkpoint.to_files",
     "is_complete": "tensorizer.distributed._checkpoint.existing",
     "verify": "tensorizer.distributed._checkpoint.existing",
@@ -31,7 +29,6 @@ _ORIGINS = {
 __all__ = [
     "TensorizerReader",
     "TensorizerWriter",
-    "VerifyReport",
     "dcp_default",
     "dcp_to_files",
     "is_complete",

@@ -96,11 +96,11 @@ def test_damage_is_named_and_never_becomes_a_tensor_where_it_is_verified(tmp_pat
     offset = json.loads(text.split(b"\n", 1)[1])["boxes"]["offset"][1]
     file.write_bytes(whole[: offset + 5] + bytes([whole[offset + 5] ^ 1]) + whole[offset + 6 :])
     report = fails(HashMismatchError, "'b'")
-    assert len(report.errors) == 1
-    assert "'b'" in report.errors[0]
+    assert len(report.mismatched) == 1
+    assert "'b'" in report.mismatched[0].reason
     file.write_bytes(swapped)
     report = fails(HashMismatchError, "'a'", "marker")
-    assert len(report.errors) == 2
+    assert len(report.mismatched) == 2
     file.write_bytes(whole[:-100])
     fails(FormatError, file.name)
     file.unlink()
@@ -215,7 +215,7 @@ def test_verify_reports_boxes_that_are_no_whole_tensor_and_values_that_are_none(
     head, body = marker_in(tmp_path)
     body["tensors"][0][2] = [11]
     write_marker(tmp_path, head, body)
-    (found,) = td.verify(tmp_path).errors
+    (found,) = [wrong.reason for wrong in td.verify(tmp_path).mismatched]
     assert found.startswith(f"{tmp_path}: tensor 'a' of shape [11]: its boxes leave a hole")
     for read in (
         lambda: td.TensorizerReader(tmp_path).read_metadata(),
@@ -226,7 +226,7 @@ def test_verify_reports_boxes_that_are_no_whole_tensor_and_values_that_are_none(
     body["tensors"][0][2] = [10]
     body["leaves"][0][2] = "{"
     write_marker(tmp_path, head, body)
-    (found,) = td.verify(tmp_path).errors
+    (found,) = [wrong.reason for wrong in td.verify(tmp_path).mismatched]
     assert found.startswith(f"{tmp_path}: 'step': ")
 
 
@@ -240,7 +240,7 @@ def test_verify_reports_digests_of_indexes_that_are_none(tmp_path, digest):
     body["index_digests"][0] = digest
     tag = hashlib.blake2b(json.dumps(body).encode(), digest_size=32, key=auth.subkey(key.key, 3)).hexdigest()
     write_marker(tmp_path, {**head, "tag": tag}, body)
-    (found,) = td.verify(tmp_path, encryption=DecryptionParams.from_key(key.key)).errors
+    (found,) = [wrong.reason for wrong in td.verify(tmp_path, encryption=DecryptionParams.from_key(key.key)).mismatched]
     assert "expected the digest of an index" in found
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import struct
 
+import pytest
 import torch
+from command_line import flip, run
 
 import tensorizer
 
@@ -48,3 +50,19 @@ def test_verify_keeps_nothing_of_tensors_that_do_not_match(tmp_path):
         gc.enable()
     assert len(report.mismatched) == 5
     assert kept == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_verify_knows_folders_of_checkpoints(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from tensorizer.distributed import TensorizerWriter
+
+    state = {"a": torch.arange(1000.0), "b": torch.ones(1000)}
+    dcp.save(state, storage_writer=TensorizerWriter(tmp_path / "step"), no_dist=True)
+    result = run("verify", tmp_path / "step")
+    assert (result.returncode, b"ok: 2 verified" in result.stdout) == (0, True), result
+    (file,) = (tmp_path / "step").glob("*.tensors")
+    flip(file, file.stat().st_size - 100)
+    result = run("verify", tmp_path / "step")
+    assert (result.returncode, b"1 do not match" in result.stdout) == (1, True), result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from tensorizer._files.verify import Mismatch, VerifyReport
 from tensorizer._io.access import Access
 from tensorizer._save.records import Record
 from tensorizer._system.checks import thread_limit
@@ -79,22 +81,6 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         return False
 
 
-class VerifyReport(NamedTuple):
-    """What :func:`verify` found; the same on every rank."""
-
-    boxes: int
-    """Boxes and leaves that were compared with their digests."""
-    nbytes: int
-    """Their bytes."""
-    errors: tuple[str, ...]
-    """What is wrong: the file, the tensor, and why."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether all boxes are as they were written."""
-        return not self.errors
-
-
 def verify(
     checkpoint: PathLike,
     group: Optional[torch.distributed.ProcessGroup] = None,
@@ -127,25 +113,48 @@ def verify(
     access = Access.to_read(encryption, num_readers=threads)
     thread_limit("threads", threads)
     ranks = Ranks(group)
-    own: Optional[VerifyReport] = None
+    begin = time.monotonic()
+    own: Optional[_Share] = None
     with caught() as failures:
         own = _verify_share(folder, access, ranks.rank, ranks.size)
-    reports: list[VerifyReport] = ranks.agree(failures, own)
-    errors = dict.fromkeys(error for report in reports for error in report.errors)
-    return VerifyReport(sum(r.boxes for r in reports), sum(r.nbytes for r in reports), tuple(errors))
+    shares: list[_Share] = ranks.agree(failures, own)
+    wrong = dict.fromkeys(mismatch for share in shares for mismatch in share.mismatched)
+    names = {mismatch.name for mismatch in wrong}
+    return VerifyReport(
+        source=folder.where,
+        format="checkpoint",
+        verified=tuple(name for share in shares for name in share.names if name not in names),
+        mismatched=tuple(wrong),
+        unverified=(),
+        index_matches=None,
+        sha256=None,
+        sha256_matches=None,
+        nbytes=sum(share.nbytes for share in shares),
+        seconds=time.monotonic() - begin,
+        sharded=True,
+    )
 
 
-def _verify_share(folder: Folder, access: Access, rank: int, ranks: int) -> VerifyReport:
+class _Share(NamedTuple):
+    """What one rank has compared: names of boxes and values, what is wrong, and bytes."""
+
+    names: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+    nbytes: int
+
+
+def _verify_share(folder: Folder, access: Access, rank: int, ranks: int) -> _Share:
     try:
         markers = read_markers(folder, access.encryption)
     except (FormatError, VerificationError, AuthenticationError) as error:
-        return VerifyReport(0, 0, (str(error),))
+        return _Share((), (Mismatch("", str(error)),), 0)
     share = _share(_saved_in(markers), rank, ranks)
     with CheckpointFiles(folder, access, verify=True) as files:
-        errors = _errors_of_markers(folder, markers, files) if rank == 0 else []
+        wrong = [Mismatch("", text) for text in (_errors_of_markers(folder, markers, files) if rank == 0 else ())]
         together = runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file)
-        errors += [error for run in together for error in _errors(files, run)]
-    return VerifyReport(len(share), sum(record.stored.nbytes for record in share), tuple(dict.fromkeys(errors)))
+        wrong += [mismatch for run in together for mismatch in _errors(files, run)]
+    nbytes = sum(record.stored.nbytes for record in share)
+    return _Share(tuple(record.name for record in share), tuple(dict.fromkeys(wrong)), nbytes)
 
 
 def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: CheckpointFiles) -> list[str]:
@@ -179,7 +188,7 @@ def _share(records: list[Saved], rank: int, ranks: int) -> list[Saved]:
     return share
 
 
-def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[str]:
+def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[Mismatch]:
     """What is wrong with a run; one by one where something is, so that every damaged tensor is named."""
     try:
         files.verify(run)
@@ -187,7 +196,7 @@ def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[str]:
         if len(run) > 1:
             return [error for record in run for error in _errors(files, [record])]
         name = repr(run[0].name)
-        return [str(error) if name in str(error) else f"{name}: {error}"]
+        return [Mismatch(run[0].name, str(error) if name in str(error) else f"{name}: {error}")]
     return []
 
 
