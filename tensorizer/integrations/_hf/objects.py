@@ -69,8 +69,10 @@ def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[A
 
 def _is_without_weights(cls: Any) -> bool:
     """Whether a class of ``transformers`` is a tokenizer, a processor or a configuration."""
+    if not is_of("transformers", cls) or (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        return False
     builds_models = hasattr(cls, "_from_config") or hasattr(cls, "from_config")
-    return is_of("transformers", cls) and hasattr(cls, "from_pretrained") and not builds_models
+    return hasattr(cls, "from_pretrained") and not builds_models
 
 
 def _small_files(folder: ModelFolder) -> Path:
