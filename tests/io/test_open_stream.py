@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -141,9 +142,11 @@ def written_as_a_model(path):
 
 
 def written_as_a_folder(path):
-    from tensorizer.integrations.huggingface import serialize_model
+    from tensorizer import serialize_model
 
-    serialize_model(torch.nn.Linear(1, 1), {"a": 1}, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        serialize_model(torch.nn.Linear(1, 1), {"a": 1}, path)
 
 
 def loaded_as_a_model(path):

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import signal
+import ssl
 import tempfile
 import threading
 import time
@@ -26,7 +27,7 @@ import tensorizer
 from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, stream_io
 from tensorizer._io import certificates
 from tensorizer._io.s3.client import s3_code
-from tensorizer.errors import FormatError, StreamError
+from tensorizer.errors import FormatError, StreamError, StreamExistsError
 from tensorizer.stream_io import HTTPOptions, open_stream
 from tensorizer.torch import save_file
 
@@ -106,8 +107,9 @@ def test_only_uploads_over_https_need_certificates(store, monkeypatch):
     for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(certificates, "_found", None)
-    for name in ("_of_libcurl", "_of_distribution", "_of_package"):  # a machine that has none
-        monkeypatch.setattr(certificates, name, lambda: None)
+    nothing = ssl.get_default_verify_paths()._replace(cafile=None, capath=None)  # a machine that has none
+    monkeypatch.setattr(certificates.ssl, "get_default_verify_paths", lambda: nothing)
+    monkeypatch.setattr(certificates, "_of_certifi", lambda: None)
     expected = state()
     save(store, expected)
     loads(store, expected)
@@ -849,6 +851,10 @@ class TestKeys:
         for target in (f"s3://bucket/{name}/", f"s3://bucket/{name}/model.tensors"):
             for size in (4096, None, "1GB"):
                 options = {"max_shard_size": size, "all_files": True, **where}
+                if size == "1GB":  # the shards of the first are another form of it
+                    with pytest.raises(StreamExistsError, match="another form"):
+                        convert(tmp_path / "m.safetensors", target, format="tensors", **options)
+                    store.objects.clear()
                 report = convert(tmp_path / "m.safetensors", target, format="tensors", **options)
                 assert all(file.startswith(f"s3://bucket/{name}/model") for file in report["files"])
                 prefixes = [f"s3://bucket/{name}", f"s3://bucket/{name}/"]
@@ -858,7 +864,7 @@ class TestKeys:
                         with pytest.raises(FormatError, match="found both model"):
                             TensorDeserializer(prefix, device="cpu", **where)
                     prefixes = []
-                for place in (*prefixes, report.files[-1]):
+                for place in (*prefixes, report["files"][-1]):
                     with TensorDeserializer(place, device="cpu", **where) as file:
                         assert_same(dict(file.items()), tensors)
                 if size is None:
