@@ -56,11 +56,10 @@ void set_header_provider(HttpOptions& options, const py::object& callable) {
 
 // A Python callable that gives the file and the folder of the trust anchors.
 void set_trust_provider(HttpOptions& options, const py::object& callable) {
-  const auto places = function_of<std::pair<std::string, std::string>>(callable);
-  options.late_trust = std::make_shared<io::LateTrust>([places] {
+  options.find_trust = [places = function_of<std::pair<std::string, std::string>>(callable)] {
     auto [file, folder] = places();
     return io::CurlTrust{.ca_file = std::move(file), .ca_path = std::move(folder)};
-  });
+  };
 }
 
 void register_options(py::module_& m) {
@@ -73,17 +72,14 @@ void register_options(py::module_& m) {
   c.def(py::init<>())
       .def_readwrite("headers", &HttpOptions::headers)
       .def_readwrite("user_agent", &HttpOptions::user_agent)
-      .def_readwrite("min_bytes_per_second", &HttpOptions::min_bytes_per_second)
       .def_readwrite("max_redirects", &HttpOptions::max_redirects)
       .def_readwrite("connections", &HttpOptions::connections)
       .def_readwrite("max_connections", &HttpOptions::max_connections)
       .def_readwrite("head_nbytes", &HttpOptions::head_nbytes)
       .def_readwrite("unit_nbytes", &HttpOptions::unit_nbytes)
-      .def_readwrite("direct_nbytes", &HttpOptions::direct_nbytes)
       .def_readwrite("version", &HttpOptions::version)
       .def_readwrite("proxy", &HttpOptions::proxy)
       .def_readwrite("no_proxy", &HttpOptions::no_proxy)
-      .def_readwrite("clear_needs_trust", &HttpOptions::clear_needs_trust)
       .def_property("trust_provider", nullptr, &set_trust_provider)
       .def_property("header_provider", nullptr, &set_header_provider);
   property(c, "ca_file", [](HttpOptions& o) -> auto& { return o.trust.ca_file; });
@@ -92,8 +88,6 @@ void register_options(py::module_& m) {
   property(c, "retries", [](HttpOptions& o) -> auto& { return o.retry.retries; });
   property(c, "connect_timeout", [](HttpOptions& o) -> auto& { return o.connect_timeout; });
   property(c, "stall_timeout", [](HttpOptions& o) -> auto& { return o.stall_timeout; });
-  property(c, "total_timeout", [](HttpOptions& o) -> auto& { return o.total_timeout; });
-  property(c, "hedge_after", [](HttpOptions& o) -> auto& { return o.hedge_after; });
   property(c, "retry_seconds", [](HttpOptions& o) -> auto& { return o.retry.window; });
   property(c, "first_answer_seconds",
            [](HttpOptions& o) -> auto& { return o.retry.first_answer_window; });
@@ -170,7 +164,7 @@ void register_uploader(py::module_& m) {
       .def("put", &put_bytes, py::arg("url"), py::arg("body"), py::kw_only(),
            py::arg("headers") = io::HttpHeaderList(), py::arg("display_name") = "")
       .def(
-          "close_connections", [](io::HttpUploader& u) { u.connections.close(); },
+          "close_connections", [](io::HttpUploader& u) { u.places.close(); },
           py::call_guard<InterpreterUnlock>())
       .def_property_readonly("requests",
                              [](const io::HttpUploader& u) { return u.counters.requests.load(); });

@@ -43,12 +43,12 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
-    uploader_.connections.close();
+    uploader_.places.close();
     on_calling_thread([&] { call_python([&] { upload().attr("complete")(etags); }); });
   }
 
   void abort() noexcept override {
-    uploader_.connections.close();
+    uploader_.places.close();
     if (interpreter_is_finalizing()) return;
     try {
       call_python([&] { upload().attr("abort")(); });
@@ -58,7 +58,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
     const io::ResponseHead response = put(0, bytes, stop);
-    uploader_.connections.close();
+    uploader_.places.close();
     etag_of(response, "the answer");
   }
 

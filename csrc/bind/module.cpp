@@ -4,6 +4,7 @@
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "device/cuda/cuda_copy.h"
+#include "io/http/http_reactor.h"
 
 namespace {
 
@@ -15,6 +16,7 @@ void end_work_at_exit() {
   py::module_::import("atexit").attr("register")(py::cpp_function(
       [] {
         tensorizer::bind::ActiveWork::instance().shut_down(std::chrono::seconds(10));
+        tensorizer::io::HttpReactor::of_process().shut_down();
         tensorizer::device::cuda::shut_down();
       },
       py::call_guard<tensorizer::bind::InterpreterUnlock>()));

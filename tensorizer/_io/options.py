@@ -61,7 +61,7 @@ def _integer(least: int, most: int, wanted: str, variable: Optional[str] = None)
 
 
 def most_connections() -> int:
-    """How many connections this process has to one host at the same time, at most.
+    """How many requests this process has under way at the same time, at most.
 
     ``TENSORIZER_MAX_CONNECTIONS``, else 64. If ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share of the 64,
     at least 4.
@@ -81,17 +81,17 @@ class HTTPOptions:
 
     Attributes:
         connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).
-        stall_timeout: A request that brings less than 1 KiB for each second of this time has stalled and is tried again
-            (``TENSORIZER_HTTP_STALL_TIMEOUT``). A server that takes the first request and sends nothing for this time
-            is not asked again.
+        stall_timeout: A request that brings less than 1 KiB per second for this time, in whole seconds, has stalled and
+            is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``). A server that takes the first request and sends nothing
+            for this time is not asked again.
         retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); if ``None``, only time bounds them.
         retry_seconds: How long a read is retried without progress (``TENSORIZER_HTTP_RETRY_SECONDS``), from its first
             failure on. Connection errors, timeouts, bodies cut short and the statuses 408, 429 and 5xx are retried,
             from the byte where the body ended. Every 256 KiB that arrive restart the time and the count. A read from a
             server that has never answered is retried for 10 s, because its address is probably wrong.
         connections: Requests at the same time; ``None`` for 16, or 64 if the server takes 10 ms or more to answer.
-            Each time the server says that it is overloaded (429, 503), the number is halved for a while. All reads of
-            this process together have at most 64 connections to one host, or as many as
+            Each time the server says that it is overloaded (429, 503), the number is halved for the life of the source.
+            All requests of this process together are at most 64 at the same time, or as many as
             ``TENSORIZER_MAX_CONNECTIONS`` says. If ``LOCAL_WORLD_SIZE`` names several ranks, they share the 64, and
             each gets at least 4.
         headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. For
@@ -170,8 +170,6 @@ class HTTPOptions:
             native.header_provider = lambda: _merged(*all_headers)
         else:
             native.headers = _merged(*all_headers)
-        if self.proxy is None and config.http_proxy_is_named():
-            native.direct_nbytes = 1 << 63  # only libcurl speaks to proxies
         native.proxy = self.proxy
         chosen = certificate_handling or self.certificate_handling
         trust: Optional[TrustAnchors]
@@ -180,7 +178,6 @@ class HTTPOptions:
         elif self.proxy is None and config.http_proxy_is_secure():  # `no_proxy` may keep it out
             trust = trust_for(chosen, secure=False)
         else:
-            native.clear_needs_trust = False
             trust = named_trust(chosen)
             if trust is None:
                 native.trust_provider = _places_of_system

@@ -16,13 +16,8 @@ def env_text(name: str) -> Optional[str]:
     return os.environ.get(name) or None
 
 
-def http_proxy_is_named() -> bool:
-    """Whether libcurl would find a proxy for plain HTTP in the environment (``no_proxy`` aside)."""
-    return any(env_text(name) for name in _HTTP_PROXIES)
-
-
 def http_proxy_is_secure() -> bool:
-    """Whether that proxy is reached over TLS."""
+    """Whether the proxy that libcurl finds for plain HTTP in the environment is reached over TLS."""
     return any(is_secure_proxy(env_text(name)) for name in _HTTP_PROXIES)
 
 

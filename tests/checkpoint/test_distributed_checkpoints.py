@@ -22,7 +22,6 @@ import samples
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_tools import MARKS, cause_of, load, save
-from http_tools import tuned
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -422,8 +421,7 @@ def test_a_store_is_asked_about_several_files_at_a_time_and_the_first_error_coun
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
     with S3Recorder() as store:
-        # A second request for a slow answer would count here.
-        options = {"stream_options": {**store.arguments, "http_options": tuned(hedge_after=0)}}
+        options = {"stream_options": store.arguments}
         uri = "s3://bucket/many"
         save_as_ranks([{f"w{rank}": torch.full((4,), float(rank))} for rank in range(40)], uri, **options)
         assert len(store.objects) == 41

@@ -12,7 +12,6 @@ import cache_tools
 import pytest
 import torch
 from cache_tools import MIB, entries, files_below, load, load_one, same, sent, tensors, write
-from http_tools import tuned
 from servers.http_faults import FaultyServer, Reply
 from servers.s3_server import S3Server, s3_is_installed
 
@@ -39,10 +38,9 @@ def test_the_second_load_sends_one_request_and_gets_no_payload(site, folder):
 
 def test_the_first_load_sends_the_same_requests_with_and_without_a_cache(site, folder):
     write(site.root / "m.tensors", tensors(40 * MIB))
-    options = {"http_options": tuned(hedge_after=0)}
-    TensorDeserializer(f"{site.url}/m.tensors", device="cpu", stream_options=options).close()
+    TensorDeserializer(f"{site.url}/m.tensors", device="cpu").close()
     without = site.requests()
-    TensorDeserializer(f"{site.url}/m.tensors", device="cpu", stream_options={**options, "cache": folder}).close()
+    TensorDeserializer(f"{site.url}/m.tensors", device="cpu", stream_options={"cache": folder}).close()
     with_cache = site.requests()
     assert len(with_cache) <= len(without)
     assert sent(with_cache) - sent(without) <= 4096, "what lies behind the last record"

@@ -12,7 +12,6 @@ import time
 
 import pytest
 from http_tools import (
-    BOTH_WAYS,
     CONTENT,
     DATE,
     HEAD,
@@ -20,7 +19,6 @@ from http_tools import (
     open_faulty,
     quick,
     random_bytes,
-    raw,
     read_faulty,
     tuned,
     within,
@@ -68,11 +66,10 @@ PASSING = {
 @pytest.mark.parametrize("name", PASSING)
 @pytest.mark.parametrize("at_request", [0, 1])
 def test_passing_trouble_is_outlasted(name, at_request):
-    for direct_nbytes in BOTH_WAYS:
-        script = [GOOD] * at_request + [PASSING[name]] * 2
-        with nothing_left(), FaultyServer(CONTENT, script) as server, within(20):
-            assert read_faulty(server, direct_nbytes=direct_nbytes) == CONTENT
-            assert not server.script
+    script = [GOOD] * at_request + [PASSING[name]] * 2
+    with nothing_left(), FaultyServer(CONTENT, script) as server, within(20):
+        assert read_faulty(server) == CONTENT
+        assert not server.script
 
 
 @pytest.mark.parametrize("name", PASSING)
@@ -93,60 +90,14 @@ def test_without_retries_the_first_failure_is_the_last():
 
 
 def test_a_broken_body_is_resumed_at_its_byte():
-    for direct_nbytes in BOTH_WAYS:
-        with FaultyServer(CONTENT, [GOOD, Reply(cut_after=50_000), Reply(cut_after=60_000)]) as server:
-            source = open_faulty(server, direct_nbytes=direct_nbytes)
-            assert source.read(10_000, 150_000) == CONTENT[10_000:160_000]
-        assert [request.range for request in server.requests[1:]] == [
-            (10_000, 159_999),
-            (60_000, 159_999),
-            (120_000, 159_999),
-        ]
-
-
-BODY = CONTENT[10_000:20_000]
-PARTIAL = f"HTTP/1.1 206 Partial Content\nContent-Range: bytes 10000-19999/{len(CONTENT)}\n"
-LENGTH = "Content-Length: 10000"
-ENDS = {
-    "chunks": Reply(chunked=True),
-    "no length": Reply(no_length=True),
-    "HTTP/1.0": Reply(http10=True),
-    "the whole object": Reply(ignore_range=True),
-    "another range": Reply(headers={"Content-Range": f"bytes 0-9999/{len(CONTENT)}"}),
-    "another object": Reply(headers={"ETag": '"another"'}),
-    "bytes behind the body": Reply(surplus=b"surplus"),
-    "the end of the connection behind the body": Reply(close=True),
-    "404": Reply(status=404),
-    "412": Reply(status=412),
-    "416": Reply(status=416),
-    "a redirect to nowhere": Reply(status=302),
-    "an interim response first": raw("HTTP/1.1 103 Early Hints\nLink: x\n\n" + PARTIAL + LENGTH, BODY),
-    "one length twice": raw(PARTIAL + LENGTH + "\n" + LENGTH, BODY),
-    "two lengths": raw(PARTIAL + LENGTH + "\nContent-Length: 9999", BODY),
-    "a length that is none": raw(PARTIAL + "Content-Length: ten", BODY),
-    "a length and chunks": raw(
-        PARTIAL + LENGTH + "\nTransfer-Encoding: chunked", b"2710\r\n" + BODY + b"\r\n0\r\n\r\n"
-    ),
-    "a folded line": raw(PARTIAL + LENGTH + "\nX-Note: a\n  b", BODY),
-    "a line that is no field": raw(PARTIAL + LENGTH + "\nnonsense", BODY),
-    "no HTTP": raw("SSH-2.0-OpenSSH_9.6"),
-}
-
-
-@pytest.mark.parametrize("reply", ENDS.values(), ids=list(ENDS))
-def test_reads_from_the_socket_and_through_libcurl_come_to_the_same_end(reply):
-    ends = []
-    for direct_nbytes in BOTH_WAYS:
-        with nothing_left(), FaultyServer(CONTENT, [GOOD, reply, reply]) as server, within(20):
-            source = open_faulty(server, direct_nbytes=direct_nbytes, retries=0)
-            try:
-                got = source.read(10_000, 10_000)
-                assert got == BODY
-                ends.append("read")
-            except OSError as error:
-                ends.append(f"{type(error).__name__}: {error}".replace(server.url, "URL"))
-            del source
-    assert ends[0] == ends[1]
+    with FaultyServer(CONTENT, [GOOD, Reply(cut_after=50_000), Reply(cut_after=60_000)]) as server:
+        source = open_faulty(server)
+        assert source.read(10_000, 150_000) == CONTENT[10_000:160_000]
+    assert [request.range for request in server.requests[1:]] == [
+        (10_000, 159_999),
+        (60_000, 159_999),
+        (120_000, 159_999),
+    ]
 
 
 def test_a_broken_head_is_resumed_at_its_byte():
@@ -159,7 +110,7 @@ def test_a_handshake_that_ends_early_is_tried_again(certificates):
     trust = CAInfo(cacert=str(certificates.authority))
     with nothing_left(), FaultyServer(CONTENT, tls=certificates.context()) as server, within(20):
         server.cut_handshakes = 2
-        with CURLStreamFile(server.url, certificate_handling=trust, http_options=quick()) as stream:
+        with nothing_left(), CURLStreamFile(server.url, certificate_handling=trust, http_options=quick()) as stream:
             assert stream.read() == CONTENT
         server.cut_handshakes = 1000
         with pytest.raises(StreamError, match="after 3 tries"):
@@ -209,7 +160,7 @@ def test_a_host_that_accepts_and_stays_silent_is_given_up_after_one_stall(settin
         accepting.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
         uploader = _C.HttpUploader(HTTPOptions(stall_timeout=0.5, proxy="", **settings)._native())
-        silent = r"the transfer stalled: 0 bytes in 500 ms.*; the server has not answered once: check host"
+        silent = r"the transfer stalled: .*; the server has not answered once: check host"
         try:
             with within(60), pytest.raises(StreamError, match=silent):
                 open_stream(url, http_options=HTTPOptions(stall_timeout=0.5, proxy="", **settings))
@@ -261,7 +212,7 @@ def test_progress_starts_the_count_of_tries_anew():
     """20 breaks with retries=2: each try brings 300 KB, which is more than a try that stands still."""
     content = random_bytes(6_000_000)
     with FaultyServer(content, [GOOD], default=Reply(cut_after=300_000)) as server:
-        source = open_faulty(server, retries=2, hedge_after=0)
+        source = open_faulty(server, retries=2)
         assert source.read(10_000, 5_900_000) == content[10_000:5_910_000]
     assert len(server.requests) > 15
 
@@ -295,25 +246,19 @@ def test_a_retry_after_that_is_too_late_is_named_however_large_it_is(status, sec
 @pytest.mark.parametrize("at_request", [0, 1])
 def test_a_stall_is_noticed_and_resumed(at_request):
     script = [GOOD] * at_request + [Reply(stall_after=1000)]
-    with nothing_left(), FaultyServer(CONTENT, script) as server, within(10):
-        assert read_faulty(server, stall_timeout=0.5) == CONTENT
+    with nothing_left(), FaultyServer(CONTENT, script) as server, within(60):
+        assert read_faulty(server, stall_timeout=1) == CONTENT
 
 
 @pytest.mark.parametrize("stall", [Reply(stall_after=0), Reply(stall_after=1000), Reply(delay=30), Reply(trickle=0.1)])
 def test_a_server_that_always_stalls_is_an_error_in_time(stall):
-    with nothing_left(), FaultyServer(CONTENT, [GOOD], default=stall) as server, within(10):
-        source = open_faulty(server, stall_timeout=0.4, retries=1)
+    with nothing_left(), FaultyServer(CONTENT, [GOOD], default=stall) as server, within(60):
+        source = open_faulty(server, stall_timeout=1, retries=0)
         with pytest.raises(StreamError, match="stalled"):
             source.read(100_000, 50_000)
         with pytest.raises(StreamError, match="stalled"):
-            open_faulty(server, stall_timeout=0.4, retries=1)
+            open_faulty(server, stall_timeout=1, retries=0)
         del source
-
-
-def test_a_slow_but_steady_server_is_not_a_stall():
-    content = random_bytes(60)
-    with FaultyServer(content, default=Reply(trickle=0.02)) as server:
-        assert read_faulty(server, stall_timeout=1, min_bytes_per_second=0) == content
 
 
 def test_a_reader_that_pauses_is_not_a_stall():
@@ -341,29 +286,28 @@ def test_a_port_that_nobody_listens_on_is_an_error_in_time():
 
 
 def test_a_limit_of_open_files_is_named():
-    for direct_nbytes in BOTH_WAYS:
-        with FaultyServer(CONTENT) as server:
-            source = open_faulty(server, direct_nbytes=direct_nbytes, retries=0, stall_timeout=0.3)
-            source.close_connections()
-            while server.open_connections():
-                time.sleep(0.01)
-            time.sleep(0.1)  # its socket is closed a little later
-            before = resource.getrlimit(resource.RLIMIT_NOFILE)
-            free = os.dup(0)
-            os.close(free)
-            # What a connection needs besides its socket differs among releases of libcurl; the server needs one, too.
-            texts = []
-            for more in range(5):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
-                try:
-                    source.read(100_000, 10)
-                    break
-                except StreamError as error:
-                    texts.append(str(error))
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-            assert any(re.search("Too many open files; raise the limit", text) for text in texts), texts
-            assert not any("check that the server runs" in text for text in texts), texts
+    with FaultyServer(CONTENT) as server:
+        source = open_faulty(server, retries=0, stall_timeout=0.3)
+        source.close_connections()
+        while server.open_connections():
+            time.sleep(0.01)
+        time.sleep(0.1)  # its socket is closed a little later
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        # What a connection needs besides its socket differs among releases of libcurl; the server needs one, too.
+        texts = []
+        for more in range(5):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
+            try:
+                source.read(100_000, 10)
+                break
+            except StreamError as error:
+                texts.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert any(re.search("Too many open files; raise the limit", text) for text in texts), texts
+        assert not any("check that the server runs" in text for text in texts), texts
 
 
 def test_a_host_that_does_not_exist_is_an_error_in_time():
@@ -389,89 +333,45 @@ def test_a_listener_that_accepts_nothing_is_a_timeout():
 # -- slow answers ----------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_last_request_is_sent_again_on_another_connection():
-    with nothing_left(), FaultyServer(CONTENT) as server:
-        source = open_faulty(server, hedge_after=0.3)
-        for i in range(5):
-            source.read(10_000 + i * 10_000, 10_000)
-        before = len(server.requests)
-        server.script.append(Reply(trickle=0.01))
-        with within(8):
-            assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
-        first, second = server.requests[before:]
+@pytest.mark.parametrize("stall", [Reply(stall_after=1000), Reply(trickle=0.1)])
+def test_a_body_that_stands_still_is_abandoned_once_and_resumed_on_another_connection(stall):
+    with nothing_left(), FaultyServer(CONTENT) as server, within(60):
+        source = open_faulty(server, retries=0, stall_timeout=1000)
+        server.script.append(stall)
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        first, second = server.requests[1:]
         assert first.connection != second.connection
         assert second.range[1] == first.range[1]
         assert second.range[0] > first.range[0]  # what the slow one brought is not asked for again
         del source
 
 
-@pytest.mark.parametrize("at_request", [0, 1, 2])
-def test_a_request_that_is_not_answered_yet_is_waited_for_and_sent_once(at_request):
-    for direct_nbytes in BOTH_WAYS:
-        with FaultyServer(CONTENT, [GOOD] * at_request + [Reply(delay=1.0)]) as server:
-            source = open_faulty(server, hedge_after=0.1, direct_nbytes=direct_nbytes)
-            assert source.read(10_000, 50_000) == CONTENT[10_000:60_000]
-            assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
-            ranges = [request.range for request in server.requests]
-            assert ranges == [(0, HEAD - 1), (10_000, 59_999), (100_000, 149_999)]
-
-
-def test_what_usual_is_may_be_learnt_while_a_request_lags():
-    with nothing_left(), FaultyServer(CONTENT) as server, within(8):
-        source = open_faulty(server, hedge_after=0.3)
-        server.script.append(Reply(trickle=0.01))
-        slow = threading.Thread(target=source.read, args=(100_000, 50_000))
-        slow.start()
-        while server.script:
-            time.sleep(0.01)
-        for i in range(5):
-            source.read(10_000 + i * 10_000, 10_000)
-        slow.join()
-        assert len(server.requests) == 8  # the one that opened, six reads, and the rest of the slow one
+def test_what_comes_in_place_of_an_abandoned_body_is_waited_for():
+    with nothing_left(), FaultyServer(CONTENT) as server, within(60):
+        source = open_faulty(server, retries=0, stall_timeout=5)
+        server.default = Reply(stall_after=1000)
+        with pytest.raises(StreamError, match="stalled"):
+            source.read(100_000, 50_000)
+        assert len(server.requests) == 3
         del source
 
 
-def test_without_a_hedge_a_slow_body_is_waited_for():
+def test_what_comes_in_place_of_an_abandoned_body_is_tried_again_like_any_other():
     with FaultyServer(CONTENT) as server:
-        source = open_faulty(server, hedge_after=0, min_bytes_per_second=0)
-        for i in range(5):
-            source.read(10_000 + i * 10_000, 10_000)
-        server.script.append(Reply(trickle=0.01))
-        assert source.read(100_000, 100) == CONTENT[100_000:100_100]
-        assert len(server.requests) == 7
-
-
-def test_what_comes_in_place_of_a_slow_body_is_tried_again_like_any_other():
-    with FaultyServer(CONTENT) as server:
-        source = open_faulty(server, hedge_after=0.1)
-        for i in range(5):
-            source.read(10_000 + i * 10_000, 10_000)
-        server.script.extend([Reply(trickle=0.01), Reply(status=503)])
+        source = open_faulty(server)
+        server.script.extend([Reply(stall_after=1000), Reply(status=503)])
         assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
         assert not server.script
 
 
-def test_a_request_that_is_given_up_for_a_slow_body_counts_as_no_try():
-    for direct_nbytes in BOTH_WAYS:
-        with nothing_left(), FaultyServer(CONTENT) as server, within(10):
-            source = open_faulty(server, hedge_after=0.1, retries=0, direct_nbytes=direct_nbytes)
-            for i in range(5):
-                source.read(10_000 + i * 10_000, 10_000)
-            server.script.append(Reply(stall_after=1000))
-            assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
-            assert not server.script
-            del source
-
-
-def test_a_server_that_has_become_slow_is_asked_for_the_rest_of_a_body_once():
-    with FaultyServer(CONTENT) as server, within(20):
-        source = open_faulty(server, hedge_after=0.1, min_bytes_per_second=0)
-        for i in range(5):
-            source.read(10_000 + i * 10_000, 10_000)
-        before = len(server.requests)
-        server.default = Reply(trickle=0.01)
-        assert source.read(100_000, 200) == CONTENT[100_000:100_200]
-        assert len(server.requests) - before == 2
+@pytest.mark.parametrize("at_request", [0, 1, 2])
+def test_a_request_that_is_not_answered_yet_is_waited_for_and_sent_once(at_request):
+    with FaultyServer(CONTENT, [GOOD] * at_request + [Reply(delay=4.0)]) as server:
+        source = open_faulty(server)
+        assert source.read(10_000, 50_000) == CONTENT[10_000:60_000]
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        ranges = [request.range for request in server.requests]
+        assert ranges == [(0, HEAD - 1), (10_000, 59_999), (100_000, 149_999)]
 
 
 # -- sequences of faults ----------------------------------------------------------------------------------------------

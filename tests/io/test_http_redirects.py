@@ -10,7 +10,6 @@ import traceback
 
 import pytest
 from http_tools import (
-    BOTH_WAYS,
     CONTENT,
     HEAD,
     open_faulty,
@@ -59,7 +58,7 @@ def test_secrets_follow_to_the_same_host_in_another_case_and_to_no_other_port(as
             home.script.append(Reply(status=302, headers={"Location": f"http://{named}:{port}/x"}))
             headers = {"X-Key": "s3cret"}
             url = f"http://{user}{asked}:{home.port}/x"
-            with CURLStreamFile(url, headers=headers, http_options=quick(direct_nbytes=1)) as stream:
+            with CURLStreamFile(url, headers=headers, http_options=quick()) as stream:
                 assert stream.read() == CONTENT
             found = home.requests[1:] + other.requests
             assert len(found) > 1
@@ -151,12 +150,12 @@ def test_a_status_line_that_quotes_the_request_is_told_without_its_secrets():
     token = f"{SECRET}5".encode().hex()
     basic = base64.b64encode(f"user:{SECRET}1".encode()).decode()
     logins = (("", {"Authorization": f"Bearer {token}"}), (f"user:{SECRET}1@", {}))
-    for (login, headers), direct_nbytes, at_request in itertools.product(logins, BOTH_WAYS, (0, 1)):
+    for (login, headers), at_request in itertools.product(logins, (0, 1)):
         for status in (206, 403):
             default = functools.partial(quoting, status)
             with FaultyServer(CONTENT, [GOOD] * at_request, default=default) as server:
                 url = server.url.replace("http://", f"http://{login}") + f"?X-Amz-Signature={SECRET}2"
-                options = quick(retries=0, direct_nbytes=direct_nbytes, headers=headers)
+                options = quick(retries=0, headers=headers)
                 with pytest.raises(StreamError, match=f"HTTP/1.1 {status}") as caught:
                     _C.HttpSource.open(url, options._native()).read(100_000, 10)
             for secret in (SECRET, token, basic):

@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from http_tools import tuned
 from places import ROOT
 from servers.s3_recorder import S3Recorder
 
@@ -84,7 +83,7 @@ def test_requests_are_those_of_a_real_save_and_a_real_load(monkeypatch):
             monkeypatch.delenv(name)
     for nbytes in (MIB, 40 * MIB):
         with S3Recorder() as store:
-            options = {"stream_options": {**store.arguments, "http_options": tuned(hedge_after=0)}}
+            options = {"stream_options": store.arguments}
             state = {"w": torch.zeros(nbytes // 4)}
             for _ in range(2):
                 before = len(store.requests)

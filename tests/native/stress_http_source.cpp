@@ -163,6 +163,13 @@ class RangeServer {
   std::thread acceptor_;
 };
 
+// Threads that outlast the tests would count as leaks.
+class EndsReactor : public testing::Environment {
+  void TearDown() override { HttpReactor::of_process().shut_down(); }
+};
+[[maybe_unused]] const auto* const ends_reactor =
+    testing::AddGlobalTestEnvironment(new EndsReactor);
+
 HttpOptions quick_options() {
   HttpOptions options;
   options.head_nbytes = 1000;
@@ -236,6 +243,37 @@ TEST(StressHttpSource, AStopEndsReadsThatWaitAndNothingWritesAfterwards) {
   std::this_thread::sleep_for(milliseconds(50));
   EXPECT_TRUE(
       std::all_of(buffer.begin(), buffer.end(), [](std::byte b) { return b == std::byte{7}; }));
+}
+
+TEST(StressHttpSource, SourcesThatComeAndGoStartTheThreadsAgain) {
+  RangeServer server(1'000'000, 5);
+  TaskGroup group;
+  for (unsigned reader = 0; reader < 4; ++reader) {
+    group.spawn([&, reader](const std::stop_token& stop) {
+      std::vector<std::byte> buffer(50'000);
+      for (unsigned i = 0; i < 8; ++i) {
+        const auto source =
+            HttpSource::open({server.url(), {}, {}, {}}, quick_options(), 0, std::nullopt, stop);
+        source->read_at(2'000 + 100 * reader, buffer, stop);
+        EXPECT_TRUE(is_content(buffer, 2'000 + 100 * reader));
+        if (i % 4 == 3) std::this_thread::sleep_for(milliseconds(150 + 40 * reader));
+      }
+    });
+  }
+  group.join();
+}
+
+TEST(StressHttpSource, TheEndOfTheThreadsEndsRequestsWithAnError) {
+  RangeServer server(1'000'000, 0, /*stalls=*/true);
+  HttpOptions options = quick_options();
+  options.retry.retries = 0;
+  const auto source = HttpSource::open({server.url(), {}, {}, {}}, options, 0, std::nullopt, {});
+  std::jthread ender([&] {
+    std::this_thread::sleep_for(milliseconds(100));
+    HttpReactor::of_process().shut_down();
+  });
+  std::vector<std::byte> buffer(50'000);
+  EXPECT_THROW(source->read_at(2'000, buffer, {}), Error);
 }
 
 TEST(StressHttpSource, AddressesAreRenewedByOneThreadAtATime) {

@@ -15,7 +15,7 @@
 
 #include "core/sync.h"
 #include "forks.h"
-#include "io/http/http_client.h"
+#include "io/http/http_endpoint.h"
 #include "io/local/file_source.h"
 #include "io/upload/multipart_sink.h"
 

@@ -38,10 +38,9 @@ class HttpRetries : public testing::Test {
 
   // Repeats a try that fails as `outcome` has it; returns what the caller is told, or "".
   std::string run(const std::function<std::optional<HttpFailure>()>& outcome) {
-    const HttpDeadline deadline(options);
     try {
       with_retries(
-          options, counters, deadline,
+          options, counters,
           [&] {
             if (auto failure = outcome()) throw *failure;
           },

@@ -165,7 +165,7 @@ def test_the_reference_shows_no_markup_of_docstrings_and_what_users_look_for(sit
         article = html.unescape(re.sub(r"<[^>]+>", "", re.search(r"<article.*?</article>", text, re.DOTALL)[0]))
         assert raw.findall(article) == [], name
     wanted = {
-        "stream_io": ["HTTPOptions", "retry_seconds", "open_stream"],
+        "stream_io": ["HTTPOptions", "stall_timeout", "open_stream"],
         "deserializer": ["LoadReport", "metadata", "ties", "format", "report"],
         "cuda": ["set_pinned_memory"],
         "integrations": ["TensorizerCheckpointIO", "TensorsCallback", "from_pretrained"],

@@ -120,37 +120,35 @@ SigpipeGuard::~SigpipeGuard() {
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-CurlDriver::CurlDriver() : process_(getpid()) {
+UniqueCurlEasy new_curl_easy() {
   initialise_curl();
-  multi_.reset(curl_multi_init());
-  if (!multi_) throw std::bad_alloc();
-  curl_multi_setopt(multi_.get(), CURLMOPT_MAXCONNECTS, 1L);
-}
-
-CurlDriver::~CurlDriver() {
-  if (!belongs_to_this_process()) {
-    // Closing would say good-bye on connections that the parent still uses.
-    (void)spare_.release();
-    (void)multi_.release();
-    return;
-  }
-  SigpipeGuard guard;
-  spare_.reset();
-  multi_.reset();
-}
-
-bool CurlDriver::belongs_to_this_process() const noexcept { return getpid() == process_; }
-
-UniqueCurlEasy CurlDriver::take_easy() {
-  UniqueCurlEasy easy = spare_ ? std::move(spare_) : UniqueCurlEasy(curl_easy_init());
+  UniqueCurlEasy easy(curl_easy_init());
   if (!easy) throw std::bad_alloc();
   return easy;
 }
 
-void CurlDriver::give_easy(UniqueCurlEasy easy) noexcept {
-  curl_easy_reset(easy.get());
-  spare_ = std::move(easy);
+UniqueCurlMulti new_curl_multi() {
+  initialise_curl();
+  UniqueCurlMulti multi(curl_multi_init());
+  if (!multi) throw std::bad_alloc();
+  // One connection for each transfer: several streams of HTTP/2 in one would share its speed.
+  curl_multi_setopt(multi.get(), CURLMOPT_PIPELINING, static_cast<long>(CURLPIPE_NOTHING));
+  return multi;
 }
+
+CurlDriver::CurlDriver() : multi_(new_curl_multi()), process_(getpid()) {}
+
+CurlDriver::~CurlDriver() {
+  if (!belongs_to_this_process()) {
+    // Closing would say good-bye on connections that the parent still uses.
+    (void)multi_.release();
+    return;
+  }
+  SigpipeGuard guard;
+  multi_.reset();
+}
+
+bool CurlDriver::belongs_to_this_process() const noexcept { return getpid() == process_; }
 
 void CurlDriver::perform() {
   int running = 0;
@@ -171,7 +169,7 @@ void CurlDriver::wait(std::chrono::milliseconds timeout) {
   expect_ok(curl_multi_poll(multi_.get(), nullptr, 0, timeout_ms, &ready));
 }
 
-CurlTransfer::CurlTransfer(CurlDriver& driver) : driver_(driver), easy_(driver.take_easy()) {
+CurlTransfer::CurlTransfer(CurlDriver& driver) : driver_(driver), easy_(new_curl_easy()) {
   curl_easy_setopt(easy(), CURLOPT_ERRORBUFFER, error_text_);
   curl_easy_setopt(easy(), CURLOPT_PRIVATE, reinterpret_cast<char*>(this));
 }
@@ -183,19 +181,19 @@ CurlTransfer::~CurlTransfer() {
   }
   SigpipeGuard guard;
   curl_multi_remove_handle(driver_.multi_.get(), easy());
-  driver_.give_easy(std::move(easy_));
+  easy_.reset();
 }
 
 void CurlTransfer::start() { expect_ok(curl_multi_add_handle(driver_.multi_.get(), easy())); }
 
-std::string CurlTransfer::error_text(CURLcode code) const {
-  return error_text_[0] != '\0' ? error_text_ : curl_easy_strerror(code);
+std::string curl_error_text(const char* buffer, CURLcode code) {
+  return buffer[0] != '\0' ? buffer : curl_easy_strerror(code);
 }
 
-int CurlTransfer::system_errno(CURLcode code) const {
+int curl_system_errno(CURL* easy, CURLcode code) {
   long found = 0;
   if (code == CURLE_COULDNT_CONNECT || code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR)
-    curl_easy_getinfo(easy(), CURLINFO_OS_ERRNO, &found);
+    curl_easy_getinfo(easy, CURLINFO_OS_ERRNO, &found);
   if (code != CURLE_COULDNT_CONNECT || found != 0) return static_cast<int>(found);
   // Of a socket that it did not get, libcurl tells nothing.
   const UniqueFd another(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));

@@ -1,5 +1,5 @@
-// libcurl's handles with owners, and drivers: each has some connections, and one thread at a time
-// moves them.
+// libcurl's handles with owners, what its errors mean, and drivers: each has one connection, and
+// one thread at a time moves it.
 //
 // libcurl is initialised at the first use in a process and never torn down. A driver belongs to the
 // process that made it: after fork the child leaves the parent's connections alone and makes its
@@ -31,6 +31,16 @@ using UniqueCurlEasy = std::unique_ptr<CURL, FreeCurlEasy>;
 using UniqueCurlMulti = std::unique_ptr<CURLM, FreeCurlMulti>;
 using UniqueCurlList = std::unique_ptr<curl_slist, FreeCurlList>;
 
+// Initialise libcurl where that was not done yet. Throw Errc::io, std::bad_alloc.
+UniqueCurlEasy new_curl_easy();
+UniqueCurlMulti new_curl_multi();
+
+// What libcurl says of an error: of that transfer, whose CURLOPT_ERRORBUFFER is given, or of the
+// code.
+std::string curl_error_text(const char* buffer, CURLcode code);
+// The errno behind an error of a transfer, or 0. Ask before the handle is used again.
+int curl_system_errno(CURL* easy, CURLcode code);
+
 // Appends `line` to a list of header lines.
 void append_line(UniqueCurlList& list, const std::string& line);
 
@@ -59,7 +69,7 @@ class CurlDriver {
   void perform();
   // Waits until there is something to move, `timeout` is over, or wake() was called.
   void wait(std::chrono::milliseconds timeout);
-  // The one call that is allowed from another thread.
+  // The only call that is allowed from another thread.
   void wake() noexcept { curl_multi_wakeup(multi_.get()); }
 
   bool belongs_to_this_process() const noexcept;
@@ -67,16 +77,12 @@ class CurlDriver {
  private:
   friend class CurlTransfer;
 
-  UniqueCurlEasy take_easy();
-  void give_easy(UniqueCurlEasy easy) noexcept;
-
   UniqueCurlMulti multi_;
-  UniqueCurlEasy spare_;  // of the last request, for the next one
   const pid_t process_;
 };
 
-// One use of a handle that a driver has, from start() to the destructor, which ends it where it is;
-// in a child that was forked it is left to the parent.
+// One transfer of a driver, from start() to the destructor, which ends it where it is; in a child
+// that was forked it is left to the parent.
 class CurlTransfer {
  public:
   explicit CurlTransfer(CurlDriver& driver);
@@ -84,16 +90,13 @@ class CurlTransfer {
   CurlTransfer(const CurlTransfer&) = delete;
   CurlTransfer& operator=(const CurlTransfer&) = delete;
 
-  // In its first state, but for what this class has set.
   CURL* easy() const noexcept { return easy_.get(); }
   // It moves with CurlDriver::perform() from now on.
   void start();
   // How it ended; nullopt while it has not.
   std::optional<CURLcode> end() const noexcept { return end_; }
-  // What libcurl says of an error of this transfer, or of the code alone.
-  std::string error_text(CURLcode code) const;
-  // The errno behind an error of this transfer, or 0. Ask before the transfer ends.
-  int system_errno(CURLcode code) const;
+  std::string error_text(CURLcode code) const { return curl_error_text(error_text_, code); }
+  int system_errno(CURLcode code) const { return curl_system_errno(easy(), code); }
 
  private:
   friend class CurlDriver;

@@ -31,8 +31,7 @@ int set_receive_buffer(void* nbytes, curl_socket_t socket, curlsocktype) noexcep
 
 }  // namespace
 
-CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop,
-                       const std::function<void()>& meanwhile)
+CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop)
     : peer_(std::move(peer)),
       url_(url_of(options)),
       stall_timeout_(options.stall_timeout),
@@ -41,10 +40,7 @@ CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std
       transfer_(driver_) {
   configure(options);
   transfer_.start();
-  drive(driver_, stop, [&] {
-    if (meanwhile) meanwhile();
-    return transfer_.end().has_value();
-  });
+  drive(driver_, stop, [&] { return transfer_.end().has_value(); });
   if (transfer_.end() != CURLE_OK) fail("connect to", *transfer_.end());
   curl_easy_getinfo(transfer_.easy(), CURLINFO_ACTIVESOCKET, &socket_);
   if (socket_ == CURL_SOCKET_BAD) fail("connect to", CURLE_COULDNT_CONNECT);
@@ -53,7 +49,7 @@ CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std
 void CurlSocket::configure(const SocketOptions& options) {
   CURL* easy = transfer_.easy();
   apply_common_options(easy, options.connect_timeout);
-  apply_trust(easy, options.tls ? options.trust : CurlTrust::in_clear());
+  apply_trust(easy, options.trust);
   curl_easy_setopt(easy, CURLOPT_URL, url_.c_str());
   curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
   curl_easy_setopt(easy, CURLOPT_PROXY, "");  // those of the environment are for libcurl's HTTP
@@ -66,8 +62,6 @@ void CurlSocket::configure(const SocketOptions& options) {
   curl_easy_setopt(easy, CURLOPT_SOCKOPTDATA, &receive_buffer_nbytes_);
 }
 
-bool CurlSocket::leads_to(const SocketOptions& options) const { return url_ == url_of(options); }
-
 bool CurlSocket::is_quiet() const noexcept {
   char byte = 0;
   return ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
@@ -75,8 +69,7 @@ bool CurlSocket::is_quiet() const noexcept {
 }
 
 void CurlSocket::fail(const char* operation, CURLcode code) const {
-  const std::string curl_text = transfer_.error_text(code);
-  std::string text = curl_text;
+  std::string text = transfer_.error_text(code);
   const CurlVerdict verdict = curl_verdict(code, text);
   const int system_errno =
       code == CURLE_OPERATION_TIMEDOUT ? ETIMEDOUT : transfer_.system_errno(code);
@@ -86,8 +79,6 @@ void CurlSocket::fail(const char* operation, CURLcode code) const {
     text += std::string("; ") + verdict.hint;
   SocketError error(std::string(operation) + " " + peer_ + ": " + text, peer_, verdict.transient);
   error.system_errno = system_errno;
-  error.code = code;
-  error.curl_text = curl_text;
   throw error;
 }
 

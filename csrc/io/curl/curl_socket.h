@@ -9,7 +9,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <stop_token>
 #include <string>
 
@@ -37,18 +36,14 @@ class SocketError : public Error {
  public:
   SocketError(const std::string& what, std::string peer, bool may_pass)
       : Error(Errc::io, what, std::move(peer)), passing(may_pass) {}
-  bool passing;              // another connection may do better
-  CURLcode code = CURLE_OK;  // libcurl's reason, where it had one, and its words
-  std::string curl_text;
+  bool passing;  // another connection may do better
 };
 
 class CurlSocket {
  public:
-  // Connects, and shakes hands where TLS is on. `peer` names the other side in messages;
-  // `meanwhile` is called now and then and may throw.
+  // Connects, and shakes hands where TLS is on. `peer` names the other side in messages.
   // Throws SocketError (with the errno where there is one), Errc::cancelled.
-  CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop,
-             const std::function<void()>& meanwhile = {});
+  CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop);
 
   // At least 1 byte and at most into.size(). Throws SocketError when the peer closed the
   // connection.
@@ -57,10 +52,6 @@ class CurlSocket {
   // All of `from`, or throws.
   void send_all(ConstSlice from, const std::stop_token& stop);
 
-  // For those who read and write by themselves.
-  curl_socket_t descriptor() const noexcept { return socket_; }
-  // Whether it was made for the server of `options`.
-  bool leads_to(const SocketOptions& options) const;
   // False once the server has closed it or said something unasked. What TLS has decrypted already
   // is not seen.
   bool is_quiet() const noexcept;

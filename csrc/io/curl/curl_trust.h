@@ -1,8 +1,5 @@
-// Whom a TLS connection trusts, and what connections of a process share: name look-ups, the parsed
-// trust anchors, TLS sessions.
-//
-// Sessions are shared only where trust and identity are the same: resuming a session skips the
-// check of the certificate. A trust file that was changed counts as another one.
+// Whom a TLS connection trusts, and what connections of a process share: name look-ups and TLS
+// sessions.
 #pragma once
 
 #include <curl/curl.h>
@@ -20,16 +17,9 @@ struct CurlTrust {
   std::string ca_path;
   bool verify_peer = true;
   bool verify_host = true;
-  // False for connections in clear: no anchors are read for them.
-  bool reads_anchors = true;
   // The client's own certificate and key, PEM; empty for none.
   std::string certificate_file;
   std::string key_file;
-
-  static CurlTrust in_clear() { return {.reads_anchors = false}; }
-
-  // Equal for equal trust, as the files are now.
-  std::string key() const;
 };
 
 // File and folder of the trust anchors that this libcurl was built with, each empty for none;

@@ -5,15 +5,15 @@
 
 namespace tensorizer::io {
 
-void HttpBody::aim(uint64_t skip, std::span<const Slice> slices) {
+void HttpBody::set_destination(uint64_t skip, std::span<const Slice> slices) {
   skip_ = skip;
   into_ = ScatterCursor(slices);
   std::vector<std::byte> waiting;
   waiting.swap(spare_);
-  if (!waiting.empty()) put(waiting);
+  place(waiting);
 }
 
-void HttpBody::put(std::span<const std::byte> bytes) {
+void HttpBody::place(std::span<const std::byte> bytes) {
   const size_t dropped = static_cast<size_t>(std::min<uint64_t>(skip_, bytes.size()));
   skip_ -= dropped;
   bytes = bytes.subspan(dropped);
@@ -23,54 +23,77 @@ void HttpBody::put(std::span<const std::byte> bytes) {
   spare_.insert(spare_.end(), bytes.begin(), bytes.end());
 }
 
+bool HttpBody::ready() const noexcept {
+  MutexLock lock(mutex_);
+  return !is_satisfied() || spare_.empty();
+}
+
+bool HttpBody::has_enough() const noexcept {
+  MutexLock lock(mutex_);
+  return is_satisfied();
+}
+
+void HttpBody::put(std::span<const std::byte> bytes) {
+  MutexLock lock(mutex_);
+  place(bytes);
+}
+
+bool HttpBody::is_enough(bool to_end) const {
+  MutexLock lock(mutex_);
+  return is_satisfied() && (!to_end || !spare_.empty());
+}
+
+uint64_t HttpBody::position() const {
+  MutexLock lock(mutex_);
+  return position_;
+}
+
 void HttpBody::close() noexcept {
   exchange_.reset();
-  connection_.reset();
+  MutexLock lock(mutex_);
   skip_ = 0;
   into_ = ScatterCursor();
   spare_.clear();
   ended_ = false;
 }
 
-void HttpBody::start(HttpClient::Permit& permit, const HttpRequest& request, const Accept& accept,
-                     const HttpDeadline& deadline, const std::stop_token& stop) {
+void HttpBody::start(const HttpPlace& place, const HttpRequest& request, const Accept& accept,
+                     const std::stop_token& stop) {
   close();
-  const auto accept_here = [&](const ResponseHead& head) -> BodySink* {
-    position_ = accept(head);
+  const auto accept_here = [this, &accept](const ResponseHead& head) -> BodySink* {
+    const uint64_t begin = accept(head);
+    MutexLock lock(mutex_);
+    position_ = begin;
     return this;
   };
-  exchange_ = client_.start(permit, request, accept_here, deadline, stop);
-  connection_ = std::move(permit.connection);
+  exchange_ = client_.start(place, request, accept_here, stop);
 }
 
-void HttpBody::receive(uint64_t offset, std::span<const Slice> slices, const HttpDeadline& deadline,
-                       const std::stop_token& stop, bool to_end) {
-  aim(offset - position_, slices);
-  exchange_->resume();
-  const auto is_enough = [&] { return is_satisfied() && (!to_end || !spare_.empty()); };
-  if (!is_enough() && !ended_) {
-    drive(connection_->carrier().curl(), stop, [&] {
-      deadline.check();
-      ended_ = exchange_->check();
-      return ended_ || is_enough();
-    });
+void HttpBody::receive(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+                       bool to_end) {
+  {
+    MutexLock lock(mutex_);
+    set_destination(offset - position_, slices);
   }
-  aim(0, {});  // the caller's memory is not needed any more
-  connection_->leave();
+  const auto enough = [&] { return is_enough(to_end); };
+  if (!enough() && !ended_) {
+    exchange_->resume();
+    ended_ = exchange_->wait_for_body(stop, enough, {});
+  }
+  MutexLock lock(mutex_);
+  set_destination(0, {});  // the caller's memory is not needed any more
 }
 
 uint64_t HttpBody::read_at(const ResourceIdentity& known, uint64_t offset,
                            std::span<const Slice> slices, const std::stop_token& stop,
                            const HttpFailure* earlier) {
   const uint64_t nbytes = total_nbytes(slices);
-  const HttpDeadline deadline(client_.options);
   uint64_t furthest = 0;
   try {
     with_retries(
-        client_.options, client_.counters, deadline,
-        [&] { advance(known, offset, slices, deadline, stop); },
+        client_.options, client_.counters, [&] { advance(known, offset, slices, stop); },
         [&] {
-          furthest = std::max(furthest, position_);
+          furthest = std::max(furthest, position());
           return furthest;
         },
         [&](const HttpFailure& failure, int tries) {
@@ -88,15 +111,14 @@ uint64_t HttpBody::read_at(const ResourceIdentity& known, uint64_t offset,
 }
 
 void HttpBody::advance(const ResourceIdentity& known, uint64_t offset,
-                       std::span<const Slice> slices, const HttpDeadline& deadline,
-                       const std::stop_token& stop) {
-  HttpClient::Permit permit = client_.enter(stop);
+                       std::span<const Slice> slices, const std::stop_token& stop) {
+  const HttpPlace place(client_.places, stop);
   try {
-    if (!exchange_ || offset < position_) restart(permit, known, deadline, stop);
-    receive(offset, slices, deadline, stop);
+    if (!exchange_ || offset < position()) restart(place, known, stop);
+    receive(offset, slices, stop);
     if (known.size && received(offset) < total_nbytes(slices))
       throw HttpFailure{Errc::io,
-                        "the body ended after " + std::to_string(position_) + " of " +
+                        "the body ended after " + std::to_string(position()) + " of " +
                             std::to_string(*known.size) + " bytes",
                         "", 0, true};
   } catch (const HttpFailure&) {
@@ -105,8 +127,8 @@ void HttpBody::advance(const ResourceIdentity& known, uint64_t offset,
   }
 }
 
-void HttpBody::restart(HttpClient::Permit& permit, const ResourceIdentity& known,
-                       const HttpDeadline& deadline, const std::stop_token& stop) {
+void HttpBody::restart(const HttpPlace& place, const ResourceIdentity& known,
+                       const std::stop_token& stop) {
   if (!known.proves_content())
     throw HttpFailure{
         Errc::io,
@@ -119,7 +141,7 @@ void HttpBody::restart(HttpClient::Permit& permit, const ResourceIdentity& known
     check_response(RangeRequest{0, 1, &known, true}, head);
     return uint64_t{0};
   };
-  start(permit, request, accept, deadline, stop);
+  start(place, request, accept, stop);
 }
 
 }  // namespace tensorizer::io

@@ -1,9 +1,9 @@
-// The body of one response, which rests between reads: it opens an object, and serves all reads
+// The body of one response, which is paused between reads: it opens an object, and serves all reads
 // where the server knows no ranges.
 //
 // Reads go forward, skipping what nobody asked for. One that goes back, or finds that the body
 // broke off, starts again from byte 0, but only where ETag, or date and size, prove that it is the
-// same object. Confined to one thread at a time.
+// same object. Confined to one thread at a time, but for the sink, which is locked.
 #pragma once
 
 #include <cstdint>
@@ -26,20 +26,21 @@ class HttpBody final : private BodySink {
 
   explicit HttpBody(HttpClient& client) noexcept : client_(client) {}
 
-  // Ends the body that there is and asks for another one, as HttpClient::start does. Takes the
-  // connection of `permit` when a head was accepted.
-  void start(HttpClient::Permit& permit, const HttpRequest& request, const Accept& accept,
-             const HttpDeadline& deadline, const std::stop_token& stop);
+  // Ends the body that there is and asks for another one, as HttpClient::start does.
+  void start(const HttpPlace& place, const HttpRequest& request, const Accept& accept,
+             const std::stop_token& stop);
 
   // Fills `slices` with the bytes from `offset` on, which the body has not gone past; fewer only
   // where it ends. With `to_end` it goes on until the body has ended, or turns out to be longer.
   // Throws HttpFailure and leaves what came before.
-  void receive(uint64_t offset, std::span<const Slice> slices, const HttpDeadline& deadline,
-               const std::stop_token& stop, bool to_end = false);
+  // REQUIRES: the caller has a place.
+  void receive(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+               bool to_end = false);
 
   // How many of the bytes from `offset` on were received.
-  uint64_t received(uint64_t offset) const noexcept {
-    return position_ > offset ? position_ - offset : 0;
+  uint64_t received(uint64_t offset) const {
+    const uint64_t position = this->position();
+    return position > offset ? position - offset : 0;
   }
   bool ended() const noexcept { return ended_; }
   const HttpExchange& exchange() const noexcept { return *exchange_; }
@@ -51,27 +52,32 @@ class HttpBody final : private BodySink {
                    const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
  private:
-  bool ready() const noexcept override { return !is_satisfied() || spare_.empty(); }
+  bool ready() const noexcept override;
+  bool has_enough() const noexcept override;
   void put(std::span<const std::byte> bytes) override;
   // The next bytes: `skip` of them are dropped, the following fill `slices`, which is borrowed.
-  void aim(uint64_t skip, std::span<const Slice> slices);
-  bool is_satisfied() const noexcept { return skip_ == 0 && into_.room() == 0; }
+  void set_destination(uint64_t skip, std::span<const Slice> slices) REQUIRES_LOCK(mutex_);
+  void place(std::span<const std::byte> bytes) REQUIRES_LOCK(mutex_);
+  bool is_satisfied() const noexcept REQUIRES_LOCK(mutex_) {
+    return skip_ == 0 && into_.room() == 0;
+  }
+  bool is_enough(bool to_end) const;
+  uint64_t position() const;
   void close() noexcept;
   void advance(const ResourceIdentity& known, uint64_t offset, std::span<const Slice> slices,
-               const HttpDeadline& deadline, const std::stop_token& stop);
-  void restart(HttpClient::Permit& permit, const ResourceIdentity& known,
-               const HttpDeadline& deadline, const std::stop_token& stop);
+               const std::stop_token& stop);
+  void restart(const HttpPlace& place, const ResourceIdentity& known, const std::stop_token& stop);
 
   HttpClient& client_;
-  uint64_t skip_ = 0;
-  ScatterCursor into_;
-  // Came with the last bytes aimed at; at most one piece of libcurl's.
-  std::vector<std::byte> spare_;
-  uint64_t position_ = 0;  // bytes of the object that were dropped or are in place
+  mutable Mutex mutex_;
+  uint64_t skip_ GUARDED_BY(mutex_) = 0;
+  ScatterCursor into_ GUARDED_BY(mutex_);
+  // Came with the last bytes that had a destination; at most one piece of libcurl's.
+  std::vector<std::byte> spare_ GUARDED_BY(mutex_);
+  uint64_t position_ GUARDED_BY(mutex_) =
+      0;  // bytes of the object that were dropped or are in place
   bool ended_ = false;
-  // In this order: the exchange ends before the connection that it uses.
-  UniqueHttpPermit connection_;  // without a place between reads
-  std::unique_ptr<HttpExchange> exchange_;
+  std::unique_ptr<HttpExchange> exchange_;  // the last member: it uses the others
 };
 
 }  // namespace tensorizer::io

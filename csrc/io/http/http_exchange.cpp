@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 namespace tensorizer::io {
 namespace {
@@ -12,32 +13,27 @@ namespace {
 constexpr size_t kMaxErrorNbytes = size_t{256} << 10;
 constexpr long kReceiveBufferNbytes = 256 << 10;
 constexpr long kSendBufferNbytes = 256 << 10;
+// A body that stands still for so long may come sooner over another connection.
+constexpr std::chrono::seconds kBodyStall{2};
+// After so many bytes, or so long, the thread that waits says how far it is.
+constexpr uint64_t kTellNbytes = uint64_t{256} << 10;
+constexpr std::chrono::seconds kTellAfter{1};
 
-}  // namespace
-
-void StallWatch::check(uint64_t nbytes, bool heard, int status) {
-  const Clock::time_point now = Clock::now();
-  const auto window = options_.stall_timeout;
-  // Bytes that are due in one window: at least one.
-  const uint64_t due = std::max<uint64_t>(
-      1, options_.min_bytes_per_second * static_cast<uint64_t>(window.count()) / 1000);
-  if (nbytes - nbytes_ >= due) return restart(nbytes);
-  if (now - since_ < window) return;
-  throw HttpFailure{.reason = "the transfer stalled: " + std::to_string(nbytes - nbytes_) +
-                              " bytes in " + std::to_string(window.count()) +
-                              " ms, wanted at least " + std::to_string(due),
-                    .status = status,
-                    .transient = true,
-                    .reached = heard,
-                    .silent = !heard};
+// As libcurl counts them.
+long whole_seconds(std::chrono::milliseconds time) noexcept {
+  return std::max<long>(1,
+                        static_cast<long>(std::chrono::ceil<std::chrono::seconds>(time).count()));
 }
 
+// Settings that all requests share: connecting, TLS, proxies, HTTP version.
 void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url) {
   apply_common_options(easy, options.connect_timeout);
-  apply_trust(easy, options.trust_to(url.is_https()));
+  apply_trust(easy, url.is_https() && options.find_trust ? options.find_trust() : options.trust);
   curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 0L);
   curl_easy_setopt(easy, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
   curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, kReceiveBufferNbytes);
+  curl_easy_setopt(easy, CURLOPT_LOW_SPEED_LIMIT, kMinBytesPerSecond);
+  curl_easy_setopt(easy, CURLOPT_LOW_SPEED_TIME, whole_seconds(options.stall_timeout));
   const long version = options.version == HttpVersion::http1   ? CURL_HTTP_VERSION_1_1
                        : options.version == HttpVersion::http2 ? CURL_HTTP_VERSION_2_0
                                                                : CURL_HTTP_VERSION_2TLS;
@@ -46,6 +42,27 @@ void apply_connection_options(CURL* easy, const HttpOptions& options, const Http
   if (options.no_proxy) curl_easy_setopt(easy, CURLOPT_NOPROXY, options.no_proxy->c_str());
 }
 
+// The headers of the caller that go with a request; `further_headers` replace options of the name.
+HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request) {
+  HttpHeaderList fields;
+  if (!request.send_credentials) return fields;
+  if (request.further_headers) fields = *request.further_headers;
+  for (const auto& field : options.headers)
+    if (!find_field(fields, field.first)) fields.push_back(field);
+  return fields;
+}
+
+// What a request holds that no message may tell.
+std::vector<std::string> secrets_of(const HttpOptions& options, const HttpRequest& request) {
+  const HttpUrl& url = *request.url;
+  std::vector<std::string> secrets{url.query, options.proxy.value_or("")};
+  if (request.send_credentials) secrets.insert(secrets.end(), {url.user, url.password});
+  for (auto& [name, value] : fields_of(options, request)) secrets.push_back(value);
+  return secrets;
+}
+
+}  // namespace
+
 HttpFailure failure_of_curl(CURLcode code, const std::string& text, int system_errno) {
   const CurlVerdict verdict = curl_verdict(code, text);
   HttpFailure failure{.reason = text + " (" + verdict.name + ")",
@@ -53,27 +70,39 @@ HttpFailure failure_of_curl(CURLcode code, const std::string& text, int system_e
                       .transient = verdict.transient};
   if (system_errno == EMFILE || system_errno == ENFILE) {
     failure.reason += std::string(": ") + std::strerror(system_errno);
-    failure.hint = "raise the limit of open files (ulimit -n), or use fewer connections";
+    failure.hint = kTooManyFilesHint;
   }
   return failure;
 }
 
-HttpExchange::HttpExchange(CurlDriver& driver, const HttpOptions& options,
-                           const HttpRequest& request, Accept accept, HttpCounters& counters)
+HttpExchange::HttpExchange(const HttpOptions& options, const HttpRequest& request, Accept accept,
+                           HttpCounters& counters)
     : options_(options),
-      accept_(std::move(accept)),
+      reactor_(HttpReactor::of_process()),
       counters_(counters),
+      gives_up_stalled_body_(request.gives_up_stalled_body),
       secrets_(secrets_of(options, request)),
-      watch_(options),
-      transfer_(driver) {
+      accept_(std::move(accept)) {
   configure(request);
-  transfer_.start();
   counters_.requests.fetch_add(1, std::memory_order_relaxed);
+  reactor_.start(*this, options.max_connections);
+}
+
+HttpExchange::~HttpExchange() {
+  if (&reactor_ != &HttpReactor::of_process()) {
+    leave_to_parent();
+    return;
+  }
+  MutexLock lock(mutex_);
+  if (end_) return;
+  reactor_.cancel(*this);
+  changed_.wait(mutex_, {}, [this]() REQUIRES_LOCK(mutex_) { return end_.has_value(); });
 }
 
 void HttpExchange::configure(const HttpRequest& request) {
-  CURL* easy = transfer_.easy();
+  CURL* easy = this->easy();
   const HttpUrl& url = *request.url;
+  curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_);
   apply_connection_options(easy, options_, url);
   curl_easy_setopt(easy, CURLOPT_URL, url.text.c_str());
   curl_easy_setopt(easy, CURLOPT_PATH_AS_IS, 1L);  // HttpUrl has resolved what is to be
@@ -93,23 +122,6 @@ void HttpExchange::configure(const HttpRequest& request) {
   curl_easy_setopt(easy, CURLOPT_WRITEDATA, this);
 }
 
-HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request) {
-  HttpHeaderList fields;
-  if (!request.send_credentials) return fields;
-  if (request.further_headers) fields = *request.further_headers;
-  for (const auto& field : options.headers)
-    if (!find_field(fields, field.first)) fields.push_back(field);
-  return fields;
-}
-
-std::vector<std::string> secrets_of(const HttpOptions& options, const HttpRequest& request) {
-  const HttpUrl& url = *request.url;
-  std::vector<std::string> secrets{url.query, options.proxy.value_or("")};
-  if (request.send_credentials) secrets.insert(secrets.end(), {url.user, url.password});
-  for (auto& [name, value] : fields_of(options, request)) secrets.push_back(value);
-  return secrets;
-}
-
 void HttpExchange::configure_headers(const HttpRequest& request) {
   const HttpHeaderList fields = fields_of(options_, request);
   if (!find_field(fields, "accept-encoding"))
@@ -125,7 +137,7 @@ void HttpExchange::configure_headers(const HttpRequest& request) {
 }
 
 void HttpExchange::configure_upload(ConstSlice body) {
-  CURL* easy = transfer_.easy();
+  CURL* easy = this->easy();
   upload_ = body;
   append_line(header_lines_, "Expect:");  // its answer would cost one round trip per part
   curl_easy_setopt(easy, CURLOPT_UPLOAD, 1L);
@@ -143,7 +155,6 @@ size_t HttpExchange::on_send(char* data, size_t size, size_t count, void* self) 
   std::copy_n(exchange.upload_->data() + exchange.upload_at_, nbytes,
               reinterpret_cast<std::byte*>(data));
   exchange.upload_at_ += nbytes;
-  exchange.sent_ += nbytes;
   exchange.counters_.bytes.fetch_add(nbytes, std::memory_order_relaxed);
   return nbytes;
 }
@@ -191,13 +202,40 @@ size_t HttpExchange::take_header_line(std::string_view line) {
   return line.size();
 }
 
+void HttpExchange::note_connection() noexcept {
+  if (std::exchange(counted_, true)) return;
+  long opened = 0;
+  curl_easy_getinfo(easy(), CURLINFO_NUM_CONNECTS, &opened);
+  counters_.connections.fetch_add(static_cast<uint64_t>(opened), std::memory_order_relaxed);
+}
+
 void HttpExchange::head_is_complete() {
   head_complete_ = true;
   counters_.answered.store(true, std::memory_order_relaxed);
+  note_connection();
   const int status = head_.status;
   // A 416 may be the answer of an empty object; check_response knows. A 304 answers a condition.
   const bool is_answer = !upload_ && (status == 416 || status == 304);
-  if ((status >= 200 && status < 300) || is_answer) sink_ = accept_(head_);
+  if ((status < 200 || status >= 300) && !is_answer) return;
+  sink_ = accept_(head_);
+  curl_off_t tcp = 0;
+  curl_off_t tls = 0;
+  curl_off_t first_byte = 0;
+  curl_easy_getinfo(easy(), CURLINFO_CONNECT_TIME_T, &tcp);
+  curl_easy_getinfo(easy(), CURLINFO_APPCONNECT_TIME_T, &tls);
+  curl_easy_getinfo(easy(), CURLINFO_STARTTRANSFER_TIME_T, &first_byte);
+  time_to_connect_ = std::chrono::microseconds(std::max(tcp, tls));
+  time_to_first_byte_ = std::chrono::microseconds(first_byte);
+  if (gives_up_stalled_body_) {
+    // For libcurl the time in which nothing came has begun with the request.
+    const auto waited = std::chrono::ceil<std::chrono::milliseconds>(time_to_first_byte_);
+    curl_easy_setopt(
+        easy(), CURLOPT_LOW_SPEED_TIME,
+        std::min(whole_seconds(kBodyStall + waited), whole_seconds(options_.stall_timeout)));
+  }
+  MutexLock lock(mutex_);
+  accepted_ = true;
+  changed_.notify_all();
 }
 
 size_t HttpExchange::take_body(std::string_view text) {
@@ -209,69 +247,109 @@ size_t HttpExchange::take_body(std::string_view text) {
     return error_body_nbytes_ > kMaxErrorNbytes ? 0 : bytes.size();
   }
   if (!sink_->ready()) {
-    resting_ = true;
+    pause();
     return CURL_WRITEFUNC_PAUSE;
   }
   sink_->put(bytes);
   received_ += bytes.size();
   counters_.bytes.fetch_add(bytes.size(), std::memory_order_relaxed);
+  if (received_ - told_ >= kTellNbytes || sink_->has_enough()) {
+    told_ = received_;
+    tell();
+  }
   return bytes.size();
 }
 
-void HttpExchange::resume() {
-  watch_.restart(received_);
-  if (!resting_) return;
-  resting_ = false;
-  curl_easy_pause(transfer_.easy(), CURLPAUSE_CONT);
+void HttpExchange::tell() noexcept {
+  MutexLock lock(mutex_);
+  news_ = true;
+  changed_.notify_all();
 }
 
-bool HttpExchange::check() {
+void HttpExchange::ended(CURLcode code) noexcept {
+  note_connection();
+  MutexLock lock(mutex_);
+  end_ = code;
+  changed_.notify_all();
+}
+
+bool HttpExchange::accepted() const {
+  MutexLock lock(mutex_);
+  return accepted_;
+}
+
+void HttpExchange::resume() {
+  MutexLock lock(mutex_);
+  if (!end_) reactor_.resume(*this);
+}
+
+void HttpExchange::wait_for_head(const std::stop_token& stop) {
+  std::optional<CURLcode> end;
+  {
+    MutexLock lock(mutex_);
+    const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return accepted_ || end_; };
+    if (!changed_.wait(mutex_, stop, is_over)) throw Error(Errc::cancelled, "cancelled");
+    // What goes wrong behind the head is told to who waits for the body, and counts its bytes.
+    if (accepted_) return;
+    end = end_;
+  }
+  finish(*end);
+}
+
+bool HttpExchange::wait_for_body(const std::stop_token& stop, const std::function<bool()>& enough,
+                                 const std::function<void()>& on_idle) {
+  for (;;) {
+    std::optional<CURLcode> end;
+    {
+      MutexLock lock(mutex_);
+      const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return news_ || end_; };
+      changed_.wait_until(mutex_, stop, std::chrono::steady_clock::now() + kTellAfter, is_over);
+      throw_if_stopped(stop);
+      news_ = false;
+      end = end_;
+    }
+    if (end) {
+      finish(*end);
+      return true;
+    }
+    if (enough && enough()) return false;
+    if (on_idle) on_idle();
+  }
+}
+
+void HttpExchange::finish(CURLcode code) const {
   if (failure_) std::rethrow_exception(failure_);
-  if (!counted_ && (head_complete_ || transfer_.end())) {
-    counted_ = true;
-    long opened = 0;
-    curl_easy_getinfo(transfer_.easy(), CURLINFO_NUM_CONNECTS, &opened);
-    counters_.connections.fetch_add(static_cast<uint64_t>(opened), std::memory_order_relaxed);
-  }
-  if (!transfer_.end()) {
-    check_progress();
-    return false;
-  }
   // An error's body that breaks off, or is too long to read on, does not change what the error is.
   if (head_complete_ && sink_ == nullptr) {
-    if (is_redirect(head_)) return true;
+    if (is_redirect(head_)) return;
     throw failure_of_status(head_, error_body_);
   }
-  if (transfer_.end() != CURLE_OK) fail(*transfer_.end());
+  if (code != CURLE_OK) fail(code);
   if (sink_ == nullptr)
     throw HttpFailure{.reason = "the response ended within its head",
                       .hint = "the connection broke",
                       .status = head_.status,
                       .transient = true};
-  return true;
-}
-
-void HttpExchange::check_progress() {
-  if (resting_) return;
-  curl_off_t sent_at = 0;
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_PRETRANSFER_TIME_T, &sent_at);
-  const uint64_t heard = received_ + head_nbytes_ + error_body_nbytes_;
-  if (sent_at == 0) {
-    watch_.restart(heard + sent_);  // connecting has its own timeout
-  } else {
-    watch_.check(heard + sent_, heard > 0, head_.status);
-  }
 }
 
 void HttpExchange::fail(CURLcode code) const {
-  std::string text = without_secrets(transfer_.error_text(code), secrets_);
+  std::string text = without_secrets(curl_error_text(error_text_, code), secrets_);
   // Of a proxy that it cannot use libcurl quotes all, password included.
   const bool is_bad_proxy = text.starts_with("Unsupported proxy");
   if (is_bad_proxy) text = text.substr(0, text.find('\'')) + "<redacted>";
-  HttpFailure failure = failure_of_curl(code, printable(text, 300), transfer_.system_errno(code));
+  HttpFailure failure =
+      failure_of_curl(code, printable(text, 300), curl_system_errno(easy(), code));
   if (is_bad_proxy) {
     failure.transient = false;
     failure.hint = "check proxy, http_proxy, https_proxy and all_proxy";
+  }
+  if (code == CURLE_OPERATION_TIMEDOUT && text.starts_with("Operation too slow")) {
+    const bool heard = received_ + head_nbytes_ + error_body_nbytes_ > 0;
+    failure.reason = "the transfer stalled: " + text;
+    failure.hint = "";
+    failure.reached = heard;
+    failure.silent = !heard;
+    failure.stalled_body = sink_ != nullptr && gives_up_stalled_body_;
   }
   if (head_complete_ && code == CURLE_PARTIAL_FILE)
     failure.reason =
@@ -279,10 +357,10 @@ void HttpExchange::fail(CURLcode code) const {
   // On a connection that was used before, this may be what an earlier response left behind.
   const bool is_garbage = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_WEIRD_SERVER_REPLY;
   long opened = 0;
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_NUM_CONNECTS, &opened);
+  curl_easy_getinfo(easy(), CURLINFO_NUM_CONNECTS, &opened);
   if (is_garbage && opened == 0) failure.transient = true;
   long proxy_status = 0;
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
+  curl_easy_getinfo(easy(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
   if (proxy_status >= 300 && head_.status == 0) {
     failure.transient = is_passing(static_cast<int>(proxy_status));
     failure.reached = true;
@@ -291,20 +369,6 @@ void HttpExchange::fail(CURLcode code) const {
   }
   failure.status = head_.status;
   throw failure;
-}
-
-std::chrono::duration<double> HttpExchange::time_to_connect() const noexcept {
-  curl_off_t tcp = 0;
-  curl_off_t tls = 0;
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_CONNECT_TIME_T, &tcp);
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_APPCONNECT_TIME_T, &tls);
-  return std::chrono::microseconds(std::max(tcp, tls));
-}
-
-std::chrono::duration<double> HttpExchange::time_to_first_byte() const noexcept {
-  curl_off_t time = 0;
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_STARTTRANSFER_TIME_T, &time);
-  return std::chrono::microseconds(time);
 }
 
 }  // namespace tensorizer::io

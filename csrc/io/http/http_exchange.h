@@ -1,8 +1,7 @@
-// One GET or PUT on one driver: sends it, judges the head as soon as it is in, hands the body to a
-// sink, notices stalls.
+// One GET or PUT: sends it, judges the head as soon as it is in, hands the body to a sink.
 //
-// Confined to one thread. Nothing is written to the sink after the destructor. The caller drives
-// the driver (CurlDriver::perform, wait) and looks at check() after every step.
+// The thread that makes it waits; a thread of the reactor moves it, and calls `accept` and the
+// sink. Neither is called after the destructor. Confined to one thread.
 #pragma once
 
 #include <atomic>
@@ -11,13 +10,16 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/sync.h"
 #include "io/curl/curl_handle.h"
 #include "io/http/http_message.h"
 #include "io/http/http_options.h"
+#include "io/http/http_reactor.h"
 #include "io/http/http_url.h"
 #include "io/slices.h"
 
@@ -27,8 +29,10 @@ namespace tensorizer::io {
 class BodySink {
  public:
   virtual ~BodySink() = default;
-  // False while no byte can be taken: the transfer rests until resume().
+  // False while no byte can be taken: the transfer is paused until resume().
   virtual bool ready() const noexcept { return true; }
+  // True when the thread that waits for the body has what it wants.
+  virtual bool has_enough() const noexcept { return false; }
   // Takes all of `bytes` or throws HttpFailure.
   virtual void put(std::span<const std::byte> /*bytes*/) {}
 };
@@ -42,6 +46,8 @@ struct HttpRequest {
   const HttpHeaderList* further_headers = nullptr;
   // With it the request is a PUT; borrowed for the exchange.
   std::optional<ConstSlice> body = std::nullopt;
+  // A body that stalls is given up after kBodyStall already: see HttpFailure::stalled_body.
+  bool gives_up_stalled_body = false;
 };
 
 // Counters of a source, for its Python side and for tests.
@@ -52,52 +58,35 @@ struct HttpCounters {
   std::atomic<bool> answered{false};  // a server has sent the head of a response
 };
 
-// Notices a transfer that brings too little for too long.
-class StallWatch {
+class HttpExchange final : private HttpTransfer {
  public:
-  using Clock = std::chrono::steady_clock;
-  explicit StallWatch(const HttpOptions& options) noexcept : options_(options) {}
-  // From now on, with `nbytes` there.
-  void restart(uint64_t nbytes) noexcept {
-    since_ = Clock::now();
-    nbytes_ = nbytes;
-  }
-  // `nbytes` have moved; `heard`: some of them from the server, whose status is that of the
-  // response or 0. Throws HttpFailure.
-  void check(uint64_t nbytes, bool heard, int status);
-
- private:
-  const HttpOptions& options_;
-  // Start of the time in which bytes must come, and how many there were then.
-  Clock::time_point since_ = Clock::now();
-  uint64_t nbytes_ = 0;
-};
-
-class HttpExchange {
- public:
-  using Clock = std::chrono::steady_clock;
   // Called with the head of a response that is neither an error nor a redirect, and of what answers
   // a GET as well as an error (304, 416); returns the sink of the body. Throws HttpFailure to
   // refuse it.
   using Accept = std::function<BodySink*(const ResponseHead&)>;
 
-  HttpExchange(CurlDriver& driver, const HttpOptions& options, const HttpRequest& request,
-               Accept accept, HttpCounters& counters);
+  HttpExchange(const HttpOptions& options, const HttpRequest& request, Accept accept,
+               HttpCounters& counters);
+  ~HttpExchange() override;
 
-  // True when the response is in completely, or is a redirect. Throws HttpFailure when it failed or
-  // stalls.
-  bool check();
+  // Returns when the head was accepted, or the response is a redirect. Throws HttpFailure,
+  // Errc::cancelled.
+  void wait_for_head(const std::stop_token& stop);
+  // Returns true when the body is in, false when `enough`, if not empty, says so. Calls
+  // `on_idle`, if not empty, now and then; it may throw. Throws HttpFailure, Errc::cancelled.
+  bool wait_for_body(const std::stop_token& stop, const std::function<bool()>& enough,
+                     const std::function<void()>& on_idle);
 
   // Whether the head was accepted.
-  bool accepted() const noexcept { return sink_ != nullptr; }
+  bool accepted() const;
+  // REQUIRES: wait_for_head() has returned.
   const ResponseHead& head() const noexcept { return head_; }
-  // Body bytes that went to the sink.
-  uint64_t received() const noexcept { return received_; }
   // Goes on after the sink was not ready.
   void resume();
 
-  std::chrono::duration<double> time_to_connect() const noexcept;
-  std::chrono::duration<double> time_to_first_byte() const noexcept;
+  // REQUIRES: wait_for_head() has returned.
+  std::chrono::duration<double> time_to_connect() const noexcept { return time_to_connect_; }
+  std::chrono::duration<double> time_to_first_byte() const noexcept { return time_to_first_byte_; }
 
  private:
   template <auto kTake>
@@ -110,16 +99,29 @@ class HttpExchange {
   void configure(const HttpRequest& request);
   void configure_headers(const HttpRequest& request);
   void configure_upload(ConstSlice body);
-  void check_progress();
+  void note_connection() noexcept;
+  void tell() noexcept;
+  void ended(CURLcode code) noexcept override;
+  // How it ended. Throws HttpFailure.
+  void finish(CURLcode code) const;
   [[noreturn]] void fail(CURLcode code) const;
 
   const HttpOptions& options_;
-  Accept accept_;
+  HttpReactor& reactor_;
   HttpCounters& counters_;
+  const bool gives_up_stalled_body_;
   UniqueCurlList header_lines_;
   const std::vector<std::string> secrets_;  // removed from messages
   bool sends_password_ = false;             // in a code of its own
+  char error_text_[CURL_ERROR_SIZE] = "";
+  std::optional<ConstSlice> upload_;
+
+  // Of the thread of the reactor until `accepted_` or `end_`.
+  Accept accept_;
   ResponseHead head_;
+  std::chrono::duration<double> time_to_connect_{0};
+  std::chrono::duration<double> time_to_first_byte_{0};
+  // Of the thread of the reactor until `end_`.
   size_t head_nbytes_ = 0;
   bool head_complete_ = false;
   BodySink* sink_ = nullptr;
@@ -127,26 +129,19 @@ class HttpExchange {
   uint64_t error_body_nbytes_ = 0;
   std::exception_ptr failure_;
   uint64_t received_ = 0;
-  std::optional<ConstSlice> upload_;
+  uint64_t told_ = 0;  // of those
   size_t upload_at_ = 0;
-  uint64_t sent_ = 0;
-  bool resting_ = false;
   bool counted_ = false;
-  StallWatch watch_;
-  CurlTransfer transfer_;  // ends before what it uses
+
+  mutable Mutex mutex_;
+  CondVar changed_;
+  bool accepted_ GUARDED_BY(mutex_) = false;
+  bool news_ GUARDED_BY(mutex_) = false;  // since the thread that waits has last looked
+  std::optional<CURLcode> end_ GUARDED_BY(mutex_);
 };
-
-// The headers of the caller that go with a request; `further_headers` replace options of the name.
-HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request);
-
-// What a request holds that no message may tell.
-std::vector<std::string> secrets_of(const HttpOptions& options, const HttpRequest& request);
 
 // What a libcurl error means. `text` is its own description, already without secrets;
 // `system_errno` is 0 where there is none.
 HttpFailure failure_of_curl(CURLcode code, const std::string& text, int system_errno = 0);
-
-// Settings that all requests share: connecting, TLS, proxies, HTTP version.
-void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url);
 
 }  // namespace tensorizer::io

@@ -76,11 +76,15 @@ struct HttpFailure {
   int status = 0;  // of the response, 0 where there was none
   bool transient = false;
   std::optional<std::chrono::milliseconds> retry_after = std::nullopt;
-  bool reached = false;  // a server or a proxy was there, though there may be no response
-  bool silent = false;   // it took the request and sent nothing for as long as a stall takes
+  bool reached = false;       // a server or a proxy was there, though there may be no response
+  bool silent = false;        // it took the request and sent nothing for as long as a stall takes
+  bool stalled_body = false;  // see HttpRequest::gives_up_stalled_body
   // What renewing an address threw; thrown in place of this where there is no further try.
   std::exception_ptr cause = nullptr;
 };
+
+inline constexpr const char* kTooManyFilesHint =
+    "raise the limit of open files (ulimit -n), or use fewer connections";
 
 // Why there is no try where `cause` was thrown instead of a fresh address.
 inline HttpFailure not_renewed(std::exception_ptr cause) {

@@ -27,34 +27,30 @@ PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
 
 // One try, along redirects (S3 sends 307 to the region of a bucket).
 ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarget& target,
-                      const HttpDeadline& deadline, const std::stop_token& stop) {
-  UniqueHttpPermit permit = uploader.connections.enter(target.url.origin, false, stop);
+                      const std::stop_token& stop) {
+  const HttpPlace place(uploader.places, stop);
   BodySink nowhere;
   std::optional<HttpUrl> led_to;
   const auto exchange = uploader.send(
-      permit, {.url = &target.url, .further_headers = &target.headers, .body = put.body},
-      [&](const ResponseHead&) { return &nowhere; }, deadline, stop, led_to);
-  drive(permit->carrier().curl(), stop, [&] {
-    deadline.check();
-    return exchange->check();
-  });
+      {.url = &target.url, .further_headers = &target.headers, .body = put.body},
+      [&](const ResponseHead&) { return &nowhere; }, stop, led_to);
+  exchange->wait_for_body(stop, {}, {});
   return exchange->head();
 }
 
 }  // namespace
 
 ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop) {
-  const HttpDeadline deadline(uploader.options);
   ResponseHead response;
   std::string name = put.display_name;
   with_retries(
-      uploader.options, uploader.counters, deadline,
+      uploader.options, uploader.counters,
       [&] {
         while (true) {
           const PutTarget target = target_of(uploader, put);
           if (put.display_name.empty()) name = target.url.shown;
           try {
-            response = put_once(uploader, put, target, deadline, stop);
+            response = put_once(uploader, put, target, stop);
             return;
           } catch (const HttpFailure& failure) {
             if (failure.transient || !put.adapt || !put.adapt(failure)) throw;

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "core/checked_math.h"
-#include "io/http/direct_read.h"
 
 namespace tensorizer::io {
 namespace {
@@ -39,8 +38,8 @@ void HttpSource::open_first(const std::stop_token& stop) {
   std::optional<HttpFailure> broke;
   try {
     // A ranged body is read to its end, so that the connection can be used again.
-    body->receive(begin_, std::span<const Slice>(&head, 1), HttpDeadline(client_.options), stop,
-                  has_ranges_ && !head_.empty());
+    const HttpPlace place(client_.places, stop);
+    body->receive(begin_, std::span<const Slice>(&head, 1), stop, has_ranges_ && !head_.empty());
   } catch (const HttpFailure& failure) {
     if (!failure.transient) throw open_error(failure, 1);
     broke = failure;
@@ -69,13 +68,12 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
   const RangeRequest wanted{begin_, nbytes, nullptr, false};
   HttpRequest request{.range = range_text(begin_, nbytes)};
   if (known_) request.header_lines.push_back("If-None-Match: " + *known_->etag);
-  const HttpDeadline deadline(client_.options);
   const auto accept = [&](const ResponseHead& head) { return accept_first(wanted, head); };
   const auto attempt = [&] {
-    HttpClient::Permit permit = client_.enter(stop);
+    const HttpPlace place(client_.places, stop);
     for (;;) {
       try {
-        return body.start(permit, request, accept, deadline, stop);
+        return body.start(place, request, accept, stop);
       } catch (const HttpFailure& failure) {
         const bool is_range_refused =
             failure.status == 416 && begin_ == 0 && !request.range.empty();
@@ -91,7 +89,7 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
     }
   };
   with_retries(
-      client_.options, client_.counters, deadline, attempt, [] { return uint64_t{0}; },
+      client_.options, client_.counters, attempt, [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
 }
 
@@ -100,10 +98,8 @@ void HttpSource::note_first(const HttpExchange& exchange) {
   head_response_ = exchange.head();
   seconds_to_connect_ = exchange.time_to_connect().count();
   seconds_to_response_ = exchange.time_to_first_byte().count();
-  const auto latency = exchange.time_to_first_byte() - exchange.time_to_connect();
-  // One that it does not know now is likely to come again.
-  if (!is_direct_framing(head_response_)) client_.indirect_reads.store(kIndirectReads);
-  client_.connections.count.note_latency(latency);
+  client_.places.limit.note_first_answer(exchange.time_to_first_byte() -
+                                         exchange.time_to_connect());
 }
 
 uint64_t HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response) {
@@ -164,7 +160,7 @@ SourceTraits HttpSource::traits() const {
   traits.sequential = !has_ranges_ && !is_in_memory();
   if (traits.sequential || is_in_memory()) return traits;
   traits.waits = true;
-  traits.concurrency = client_.connections.count.most();
+  traits.concurrency = client_.places.limit.get();
   if (const auto end = size()) {
     const uint64_t units = std::max<uint64_t>(1, ceil_div(*end, traits.unit_nbytes));
     traits.concurrency = static_cast<unsigned>(std::min<uint64_t>(traits.concurrency, units));
@@ -234,7 +230,7 @@ uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
                            const HttpFailure* earlier) {
   uint64_t received = 0;
   if (has_ranges_) {
-    RangeFetch range(client_, typical_, identity_, offset, slices, progress);
+    RangeFetch range(client_, identity_, offset, slices, progress);
     received = range.run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
@@ -256,7 +252,7 @@ void HttpSource::close_connections() noexcept {
     MutexLock lock(sequential_mutex_);
     sequential_->reset();
   }
-  client_.connections.close();
+  client_.places.close();
 }
 
 }  // namespace tensorizer::io

@@ -49,7 +49,7 @@ class HttpSource final : public RangeSource {
   void close() noexcept override;
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
-  void fix_connections(unsigned connections) { client_.connections.count.fix(connections); }
+  void fix_connections(unsigned connections) { client_.places.limit.fix(connections); }
   // Ends idle connections now, unless other sources use them, and the others after their request;
   // later reads open new ones.
   void close_connections() noexcept;
@@ -97,7 +97,6 @@ class HttpSource final : public RangeSource {
   double seconds_to_connect_ = 0;
   double seconds_to_response_ = 0;
 
-  TypicalSpeed typical_;
   std::atomic<bool> closed_{false};
   mutable Mutex mutex_;
   std::optional<uint64_t> found_end_ GUARDED_BY(mutex_);  // of an object of unknown size
