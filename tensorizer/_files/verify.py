@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
@@ -49,7 +49,8 @@ class VerifyReport:
     sha256_matches: Optional[bool]
     nbytes: int
     """Payload bytes that were read."""
-    seconds: float
+    seconds: float = field(compare=False)
+    """How long it took; reports of equal findings are equal."""
     sharded: bool = False
     """Whether it is a model of several files."""
     authenticated: Optional[str] = None
