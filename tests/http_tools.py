@@ -9,8 +9,8 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+from conftest import open_descriptors, tcp_sockets
 from servers.http_faults import FaultyServer, Reply
 
 from tensorizer import _C
@@ -64,14 +64,8 @@ def _threads() -> set[str]:
 
 
 def _sockets() -> set[str]:
-    """Those of TCP; a thread of the extension has others, by which it is woken."""
-    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
-    of_tcp = {f"socket:[{line.split()[9]}]" for line in lines}
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(entry))
-    return found & of_tcp
+    """Those of TCP."""
+    return {target for _, target in open_descriptors()} & tcp_sockets()
 
 
 @contextlib.contextmanager

@@ -75,7 +75,8 @@ class Copier {
   // are genuine. Where one is not, wait() and finish() call `refuse` with the number of the first
   // such chunk, which throws. REQUIRES: pieces cover each chunk.
   virtual void send_to_open(std::span<const CopyPiece> pieces, size_t /*chunks*/,
-                            std::function<void(size_t)> /*refuse*/, const std::stop_token& stop) {
+                            const std::function<void(size_t)>& /*refuse*/,
+                            const std::stop_token& stop) {
     send(pieces, stop);
   }
 

@@ -228,11 +228,12 @@ std::span<ChunkToOpen> CudaCopier::chunks_to_open(const std::stop_token& stop) {
 }
 
 void CudaCopier::send_to_open(std::span<const CopyPiece> pieces, size_t chunks,
-                              std::function<void(size_t)> refuse, const std::stop_token& stop) {
+                              const std::function<void(size_t)>& refuse,
+                              const std::stop_token& stop) {
   if (chunks == 0) return send(pieces, stop);
   Use& use = in_use_.back();
   use.chunks = chunks;
-  use.refuse = std::move(refuse);
+  use.refuse = refuse;
   const auto enqueue_all = [&](Stream stream, const CopyWithTables& copy) {
     kernels_->enqueue(stream, use.buffer, chunks, copy);
   };

@@ -44,7 +44,8 @@ class CudaCopier final : public Copier {
   size_t most_chunks_to_open(const std::stop_token& stop) override;
   std::span<ChunkToOpen> chunks_to_open(const std::stop_token& stop) override;
   void send_to_open(std::span<const CopyPiece> pieces, size_t chunks,
-                    std::function<void(size_t)> refuse, const std::stop_token& stop) override;
+                    const std::function<void(size_t)>& refuse,
+                    const std::stop_token& stop) override;
   void begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
   void end_fetch(const std::stop_token& stop) override;
   void finish(const std::stop_token& stop) override;
