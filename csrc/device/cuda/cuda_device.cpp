@@ -29,8 +29,8 @@ Device& Device::get(Ordinal ordinal) {
   int count = 0;
   check(driver, driver.cuDeviceGetCount(&count), "counting CUDA devices");
   if (ordinal < 0 || ordinal >= count)
-    throw Error(Errc::device, "CUDA device " + std::to_string(ordinal) + ": no such device, got " +
-                                  std::to_string(count));
+    throw Error(Errc::device, "CUDA device " + std::to_string(ordinal) + ": expected one of the " +
+                                  std::to_string(count) + " devices of the driver");
   known.devices.push_back(std::unique_ptr<Device>(new Device(driver, ordinal)));
   return *known.devices.back();
 }
