@@ -53,7 +53,7 @@ def opened(path: Path, read: Callable[[TensorDeserializer], Any], **options: Any
 
 
 def measure(folder: Path, tensors: int, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
     import reference_auth
 
     state = content(tensors, nbytes)

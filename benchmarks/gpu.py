@@ -36,10 +36,10 @@ def require_device() -> None:
 
 
 def fake_device() -> Any:
-    """The stand-in, installed in this process: see ``tests/accelerators.py``."""
+    """The stand-in, installed in this process: see ``tests/helpers/accelerators.py``."""
     global _fake
     if _fake is None:
-        path = Path(__file__).resolve().parent.parent / "tests" / "accelerators.py"
+        path = Path(__file__).resolve().parents[1] / "tests" / "helpers" / "accelerators.py"
         spec = importlib.util.spec_from_file_location("accelerators", path)
         assert spec is not None
         assert spec.loader is not None

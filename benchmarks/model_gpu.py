@@ -80,7 +80,7 @@ CI_CASES = ("plain", "encrypted-host", "encrypted-device", "network-16-slots", "
 
 
 def _load_accelerators() -> Any:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import accelerators
 
     return accelerators

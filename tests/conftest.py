@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkServer
 from servers import missing_servers, needs
-from zygote import Zygote
 
 REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
 
@@ -260,6 +260,6 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def fresh_process():
     """Runs programs in processes of their own, in which torch and tensorizer are imported: ``run(program, *argv)``."""
-    zygote = Zygote()
-    yield zygote.run
-    zygote.close()
+    fork_server = ForkServer()
+    yield fork_server.run
+    fork_server.close()

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from command_line import KEY, flip, run, some_tensors, write, write_key
-from places import ROOT
+from paths import ROOT
 
 import tensorizer._C
 import tensorizer.torch

@@ -14,7 +14,7 @@ import samples
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_tools import MARKS, cause_of, load, save
-from places import EXAMPLES
+from paths import EXAMPLES
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict

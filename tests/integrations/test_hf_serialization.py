@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from places import EXAMPLES
+from paths import EXAMPLES
 from servers import needs, s3_server
 
 import tensorizer

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from places import snippet
+from paths import snippet
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tensorizer import CryptographyError, DecryptionParams, EncryptionParams

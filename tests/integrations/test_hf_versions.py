@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import TESTS
+from paths import HELPERS
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,7 +25,7 @@ CLOSE = 1e-4
 def run(packages: Path, *arguments: str) -> dict:
     paths = os.pathsep.join([str(packages), *(path for path in sys.path if path)])
     result = subprocess.run(
-        [sys.executable, str(TESTS / "hf_worker.py"), *arguments],
+        [sys.executable, str(HELPERS / "hf_worker.py"), *arguments],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ import time
 import cache_tools
 import pytest
 from cache_tools import MIB, entries, load, same, sent, tensors, write
-from places import EXAMPLES
+from paths import EXAMPLES
 from servers.http_faults import FaultyServer
 
 from tensorizer import EncryptionParams, TensorDeserializer, cache

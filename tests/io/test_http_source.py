@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from http_tools import nothing_left, quick, random_bytes, tuned
-from places import TESTS
+from paths import HELPERS
 from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
@@ -642,7 +642,7 @@ options = tuned(head_nbytes=4096, stall_timeout=60, proxy="")
 
 def run_python(program: str, url: str, **arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", _PROLOGUE + program, url, str(TESTS)],
+        [sys.executable, "-c", _PROLOGUE + program, url, str(HELPERS)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -21,7 +21,7 @@ import golden_files
 import pytest
 import samples
 import torch
-from places import TESTS
+from paths import HELPERS
 from servers.file_server import serve_folder
 
 import tensorizer.cuda
@@ -739,7 +739,7 @@ def run_script(text: str, path) -> subprocess.CompletedProcess:
     accelerators.build_fake_driver()
     head = """
         import os, sys, threading, time, warnings
-        sys.path.insert(0, os.environ["TESTS"])
+        sys.path.insert(0, os.environ["HELPERS"])
         import accelerators, pytest, torch, tensorizer.cuda
         tensorizer.cuda.set_pinned_memory(slot_nbytes=2 << 20)
         device = accelerators.FakeDevice(accelerators.fake_driver())
@@ -748,7 +748,7 @@ def run_script(text: str, path) -> subprocess.CompletedProcess:
         """
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
-        env=dict(os.environ, TESTS=str(TESTS), MODEL=str(path)),
+        env=dict(os.environ, HELPERS=str(HELPERS), MODEL=str(path)),
         capture_output=True,
         text=True,
         timeout=120,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 KERNELS = ROOT / "csrc" / "device" / "cuda" / "kernels"
 

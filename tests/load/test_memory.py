@@ -8,7 +8,7 @@ import memory
 import pytest
 import samples
 import torch
-from places import TESTS
+from paths import HELPERS
 from samples import tensor
 
 from tensorizer.torch import save_file
@@ -44,7 +44,7 @@ def measure(folder, fresh_process):
     small = samples.write_state_dict(folder / "small", {"a": torch.ones(3)})
 
     def run(path, program):
-        result = fresh_process(PRELUDE + textwrap.dedent(program), TESTS, path, small, timeout=120)
+        result = fresh_process(PRELUDE + textwrap.dedent(program), HELPERS, path, small, timeout=120)
         assert result.returncode == 0, result.stderr
         return [float(word) for word in result.stdout.split()]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from places import ROOT
+from paths import ROOT
 from servers.s3_recorder import S3Recorder
 
 import tensorizer.distributed as td

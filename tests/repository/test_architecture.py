@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from paths import ROOT
 
 import tensorizer
 from tensorizer.torch import save_file

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import ROOT
+from paths import ROOT
 
 sys.path.append(str(ROOT))
 

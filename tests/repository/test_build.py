@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 import tensorizer._C
 

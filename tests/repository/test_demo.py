@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from paths import ROOT
 
 sys.path.append(str(ROOT / "examples"))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 import pytest
 import torch
-from places import ROOT
+from paths import ROOT
 from servers.file_server import serve_folder
 
 from tensorizer import errors

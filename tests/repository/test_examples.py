@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import EXAMPLES
+from paths import EXAMPLES
 
 from tensorizer import TensorDeserializer, TensorSerializer
 

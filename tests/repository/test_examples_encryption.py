@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import EXAMPLES
+from paths import EXAMPLES
 
 from tensorizer import CryptographyError, DecryptionParams, TensorDeserializer, TensorSerializer
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from paths import ROOT
 
 import tensorizer._C
 
@@ -509,7 +509,7 @@ def test_tests_of_torch_save_are_skipped_where_it_fails_by_itself_and_no_other_f
         "def test_child(): assert False, 'of a child: AttributeError: persistent_id is read-only'\n"
     )
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}"}
     for plugin, wanted in (
         (["-p", "broken_save"], {"saves": "SKIPPED", "lacks": "FAILED", "raises": "FAILED", "child": "SKIPPED"}),
         ([], {"saves": "PASSED", "lacks": "FAILED", "raises": "FAILED", "child": "FAILED"}),

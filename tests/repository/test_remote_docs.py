@@ -8,7 +8,7 @@ import inspect
 import re
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 import tensorizer.serialization
 from tensorizer._io.redis import parse_redis_address

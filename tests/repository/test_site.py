@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 import pytest
-from places import ROOT
+from paths import ROOT
 
 ASSETS = ROOT / "docs" / "assets"
 WIDTHS = (1280, 390)

@@ -15,7 +15,7 @@ import zipfile
 
 import pytest
 from packaging.requirements import Requirement
-from places import ROOT
+from paths import ROOT
 
 SCRIPTS = ROOT / "scripts" / "packaging"
 

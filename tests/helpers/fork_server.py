@@ -1,7 +1,7 @@
 """Fresh processes without the price of importing torch each time: one process imports everything and forks per program.
 
 A program runs in a child of its own, which starts with one thread, runs to its end or is killed, and goes through the
-interpreter's ordinary shutdown. Only this file's ``Zygote`` is meant for tests; the rest is what it starts.
+interpreter's ordinary shutdown. Only this file's ``ForkServer`` is meant for tests; the rest is what it starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Result(NamedTuple):
     stderr: str
 
 
-class Zygote:
+class ForkServer:
     """Runs programs that find ``torch`` and ``tensorizer`` imported already."""
 
     def __init__(self) -> None:

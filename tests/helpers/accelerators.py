@@ -21,7 +21,7 @@ import torch
 from tensorizer import _C, TensorDeserializer, TensorSerializer
 from tensorizer._system import cuda_engine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FAKE = ROOT / "tests" / "native" / "fake_cuda"
 
 

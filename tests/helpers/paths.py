@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parents[1]
 EXAMPLES = ROOT / "examples"
 
 

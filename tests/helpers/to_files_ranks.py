@@ -11,7 +11,7 @@ import torch
 import torch._dynamo  # imported late otherwise, by each rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from places import EXAMPLES
+from paths import EXAMPLES
 from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from places import snippet
+from paths import snippet
 from rank_processes import run_launched_ranks, run_ranks
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
@@ -452,7 +452,7 @@ def example(folder: Path) -> None:
     importlib.import_module("torch._dynamo")  # imported late otherwise, by each rank
     importlib.import_module("torch.distributed.fsdp")
 
-    script = Path(__file__).parents[1] / "examples" / "distributed_checkpoint.py"
+    script = Path(__file__).parents[2] / "examples" / "distributed_checkpoint.py"
 
     def run(ranks: int, name: str, steps: int) -> list[str]:
         def work(rank: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tensorizer import DecryptionParams
 
-FOLDER = Path(__file__).parent / "vectors" / "golden"
+FOLDER = Path(__file__).parents[1] / "vectors" / "golden"
 sys.path.insert(0, str(FOLDER))
 import expected  # noqa: E402
 
