@@ -633,7 +633,7 @@ def test_a_stream_uses_renewal_and_a_display_name():
 _PROLOGUE = """
 import os, signal, sys, threading, time
 url = sys.argv[1]
-sys.path.append(sys.argv[2])
+sys.path += [sys.argv[2], os.path.dirname(sys.argv[2])]
 from http_tools import tuned
 from tensorizer.stream_io import open_stream
 options = tuned(head_nbytes=4096, stall_timeout=60, proxy="")
