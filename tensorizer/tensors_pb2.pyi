@@ -1,7 +1,4 @@
-"""Types of the module generated from tensors.proto by protoc 3.19.4, whose output works with protobuf 3.19.5 and later.
-
-Command: ``protoc --python_out=. tensorizer/tensors.proto`` in the repository root.
-"""
+"""Types of the messages of tensors.proto, whose classes protobuf makes when the module is imported."""
 
 import builtins
 from collections.abc import Iterable, Iterator, MutableSequence

@@ -177,7 +177,7 @@ def test_bytes_that_are_no_message_are_a_format_error():
         deserialize_model(Net(), io.BytesIO(b"\xff\xff\xff\xff garbage"))
 
 
-def test_the_schema_file_is_the_one_the_generated_module_came_from():
+def test_the_schema_file_says_what_the_messages_are_made_from():
     text = Path(protobuf.__file__).with_name("tensors.proto").read_text(encoding="utf-8")
     for name, number in [*tensors_pb2.Dtype.items(), *tensors_pb2.AttributeType.items()]:
         assert f"  {name} = {number};" in text
