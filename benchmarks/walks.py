@@ -109,7 +109,7 @@ def from_pretrained(folder: Path, number: int) -> Doing:
         vocab_size=8,
     )
     huggingface.save_pretrained(transformers.LlamaForCausalLM(config), folder)
-    return lambda: huggingface.from_pretrained(None, folder)
+    return lambda: huggingface.from_pretrained(folder)
 
 
 WALKS: dict[str, Callable[[Path, int], Doing]] = {

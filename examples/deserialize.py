@@ -39,7 +39,7 @@ def main() -> None:
 
     device = get_device()
     start = time.perf_counter()
-    model = from_pretrained(None, args.source, device=device, verify=args.verify_hash, encryption=key)
+    model = from_pretrained(args.source, device=device, verify=args.verify_hash, encryption=key)
     seconds = time.perf_counter() - start
     nbytes = model.get_memory_footprint()
     print(f"Loaded {convert_bytes(nbytes)} in {seconds:.3f} s, {convert_bytes(nbytes / seconds)}/s")

@@ -69,13 +69,13 @@ def hf_main(args: argparse.Namespace) -> None:
     """Write a transformers model, its configuration and its tokenizer; load it back with --validate."""
     from transformers import AutoTokenizer
 
-    model = from_pretrained(None, args.input_directory, dtype=torch.float16)
+    model = from_pretrained(args.input_directory, dtype=torch.float16)
     output, options = args.output_prefix, stream_options()
     if must_write(args, "config.json"):  # it is written behind the weights
         tokenizer = AutoTokenizer.from_pretrained(args.input_directory)
         save_pretrained(model, output, tokenizer=tokenizer, stream_options=options)
     if args.validate:
-        validate(model, from_pretrained(None, output, stream_options=options))
+        validate(model, from_pretrained(output, stream_options=options))
 
 
 def df_main(args: argparse.Namespace) -> None:
@@ -87,7 +87,7 @@ def df_main(args: argparse.Namespace) -> None:
     if must_write(args, "tensorizer_files.json"):  # it is written last
         save_pretrained(pipeline, output, stream_options=options)
     if args.validate:
-        loaded = from_pretrained(None, output, stream_options=options)
+        loaded = from_pretrained(output, stream_options=options)
         for name, part in pipeline.components.items():
             if isinstance(part, torch.nn.Module):
                 validate(part, getattr(loaded, name))

@@ -28,7 +28,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model_ref = args.model_ref or save_small_model(Path(folder))
-        model = from_pretrained(None, model_ref, dtype=args.dtype)
+        model = from_pretrained(model_ref, dtype=args.dtype)
         start = time.perf_counter()
         save_pretrained(model, args.output, tokenizer=AutoTokenizer.from_pretrained(model_ref))
         seconds = time.perf_counter() - start

@@ -175,7 +175,7 @@ class Ours(Contender):
     def from_pretrained(self, folder: Path) -> torch.nn.Module:
         from tensorizer.integrations.huggingface import from_pretrained
 
-        model: torch.nn.Module = from_pretrained(None, folder)
+        model: torch.nn.Module = from_pretrained(folder)
         return model
 
     def _s3_options(self, place: S3Place) -> dict[str, object]:

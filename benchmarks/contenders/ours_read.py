@@ -31,5 +31,5 @@ class OursRead(Contender):
     def from_pretrained(self, folder: Path) -> torch.nn.Module:
         from tensorizer.integrations.huggingface import from_pretrained
 
-        model: torch.nn.Module = from_pretrained(None, folder, mmap=False)
+        model: torch.nn.Module = from_pretrained(folder, mmap=False)
         return model

@@ -88,8 +88,8 @@ def save_pretrained(
 
 
 def from_pretrained(
-    cls: Any,
     source: Folder,
+    model_class: Any = None,
     *,
     revision: Optional[str] = None,
     subfolder: str = "",
@@ -99,7 +99,6 @@ def from_pretrained(
     device_map: Any = None,
     quantization_config: Any = None,
     config: Any = None,
-    model_class: Any = None,
     strict: bool = True,
     verify: bool = False,
     encryption: Any = None,
@@ -121,10 +120,11 @@ def from_pretrained(
     library has to rename, convert or quantise, it gets a state dict (docs/huggingface.md lists the cases).
 
     Args:
-        cls: The class, an ``AutoModel...``, or ``None``: the one that the configuration names. A class of
-            ``transformers`` without weights (tokenizer, processor, configuration) gets the small files of the folder,
-            and `model_kwargs`.
         source: A local folder, an ``s3://`` or ``https://`` prefix, ``hf://org/name[@revision]``, or a hub id.
+        model_class: The class of the model, or an ``AutoModel...``. ``None`` is the class that the configuration names.
+            Code of a repository is never executed: import its class and pass it here. A class of ``transformers``
+            without weights (tokenizer, processor, configuration) gets the small files of the folder, and
+            `model_kwargs`.
         revision: Branch, tag or commit of a hub repository; resolved once, all files are of that commit.
         subfolder: Folder inside of `source`.
         variant: A word in the names of the files of weights.
@@ -136,7 +136,6 @@ def from_pretrained(
         device_map: As the library takes it; needs ``accelerate``.
         quantization_config: Quantises while loading, by the library.
         config: A configuration instead of the one of the folder.
-        model_class: The class of a model whose code is not in the library; code of a repository is never executed.
         strict: Raises if tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
             missing ones: from a base model to one with a head and back.
         verify: Compares the data with the stored digests; ``.safetensors`` files have none and raise.
@@ -159,6 +158,7 @@ def from_pretrained(
         **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.
 
     Raises:
+        TypeError: The class or ``None`` stands before the source; the message shows the order.
         FileNotFoundError: No such folder, repository or revision, or no weights in it.
         FormatError: Several sets of weights in the folder, none of which is marked as made from the other.
         LoadError: With `strict`, tensors are missing or unexpected.
@@ -171,6 +171,15 @@ def from_pretrained(
         VerificationError, CryptographyError, FormatError, OSError: The files, as for
             :class:`tensorizer.TensorDeserializer`.
     """
+    got = None
+    if source is None or isinstance(source, type):
+        got = f"{getattr(source, '__name__', source)} as the source"
+    elif isinstance(model_class, (str, os.PathLike)):
+        got = f"a {type(model_class).__name__} as the class"
+    if got is not None:
+        raise TypeError(
+            f"expected the source first and the class second, from_pretrained(source, model_class), got {got}"
+        )
     if model_kwargs.pop("trust_remote_code", False):
         raise ValueError(
             "trust_remote_code: code of a repository is never run; import the class and pass it as model_class="
@@ -185,7 +194,7 @@ def from_pretrained(
     device = as_device(device)
     if mmap and (device_map is not None or device.type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU: leave out device= and device_map=")
-    model, info = load(cls, source, LoadOptions.among(locals()))
+    model, info = load(source, model_class, LoadOptions.among(locals()))
     if not output_loading_info:
         return model
     if info is None:

@@ -37,7 +37,7 @@ def differences(folder: Path) -> dict:
         wanted = torch.load(folder / name / "output.pt", weights_only=True)
         for kind in ("model", "library", "safetensors"):
             try:
-                model = from_pretrained(None, folder / name / kind)
+                model = from_pretrained(folder / name / kind)
             except LoadError as error:
                 found[f"{name} {kind}"] = f"{type(error).__name__}: {error}"
                 continue
@@ -52,14 +52,14 @@ def exchange(folder: Path) -> dict:
         "old": differences(folder / "old"),
         "new": differences(folder / "new"),
     }
-    model, info = from_pretrained(None, folder / "old" / "llama" / "model", output_loading_info=True)
+    model, info = from_pretrained(folder / "old" / "llama" / "model", output_loading_info=True)
     _, wanted = type(model).from_pretrained(folder / "old" / "llama" / "safetensors", output_loading_info=True)
     found["information is equal"] = info == wanted
     found["tied"] = model.lm_head.weight is model.model.embed_tokens.weight
     untied = tiny_models.llama(tie_word_embeddings=False)
     untied.config.tie_word_embeddings = True
     save_pretrained(untied, folder / "old" / "untied")
-    loaded = from_pretrained(None, folder / "old" / "untied")
+    loaded = from_pretrained(folder / "old" / "untied")
     found["another head is kept"] = torch.equal(loaded.lm_head.weight, untied.lm_head.weight)
     return found
 
@@ -73,13 +73,13 @@ def quantise(folder: Path) -> dict:
         config = transformers.BitsAndBytesConfig(**keywords)
         theirs = type(model).from_pretrained(folder / "plain", quantization_config=config)
         wanted = tiny_models.output_of(theirs)
-        ours = from_pretrained(None, folder / "plain", quantization_config=config)
+        ours = from_pretrained(folder / "plain", quantization_config=config)
         found[f"{what}, while loading"] = tiny_models.agree(tiny_models.output_of(ours), wanted)
         theirs.save_pretrained(folder / what / "library")
         save_pretrained(theirs, folder / what / "ours")
         again = tiny_models.output_of(type(model).from_pretrained(folder / what / "library"))
         for kind in ("library", "ours"):
-            loaded = from_pretrained(None, folder / what / kind)
+            loaded = from_pretrained(folder / what / kind)
             layer = type(loaded.model.layers[0].self_attn.q_proj).__name__
             same = tiny_models.agree(tiny_models.output_of(loaded), again)
             found[f"{what}, {kind}"] = same and layer.startswith("Linear")

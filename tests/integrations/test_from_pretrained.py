@@ -96,7 +96,7 @@ def test_every_family_loads_as_the_library_loads_it(tmp_path):
         save_pretrained(model, tmp_path / what / "shards", max_shard_size=20_000)
         assert (tmp_path / what / "shards" / "model.tensors.index.json").exists()
         for folder in ("library", "ours", "shards"):
-            ours, our_info = from_pretrained(None, tmp_path / what / folder, output_loading_info=True)
+            ours, our_info = from_pretrained(tmp_path / what / folder, output_loading_info=True)
             assert_as_the_library(ours, theirs, f"{what}, {folder}")
             assert our_info == info, (what, folder)
             assert ours.config.name_or_path == ours.name_or_path == str(tmp_path / what / folder)
@@ -105,7 +105,7 @@ def test_every_family_loads_as_the_library_loads_it(tmp_path):
 def test_files_of_the_models_own_names_go_straight_to_the_device(tmp_path, library_calls):
     for what, make in FAMILIES.items():
         save_pretrained(make(), tmp_path / what)
-        from_pretrained(None, tmp_path / what)
+        from_pretrained(tmp_path / what)
     assert library_calls == []
 
 
@@ -113,7 +113,7 @@ def test_the_library_converts_what_it_stores_in_another_form(tmp_path, library_c
     tiny_models.mixtral().save_pretrained(tmp_path)
     if not any("experts.0." in name for name in tensorizer.TensorDeserializer(tmp_path, device="cpu", lazy_load=True)):
         pytest.skip("this transformers stores experts as it keeps them")
-    from_pretrained(None, tmp_path)
+    from_pretrained(tmp_path)
     assert library_calls == ["MixtralForCausalLM"]
 
 
@@ -133,29 +133,36 @@ def test_a_file_of_a_folder_that_is_something_else_is_told_what_it_is(tmp_path, 
             (tmp_path / name).write_bytes(data)
             for source in (tmp_path, address):
                 with pytest.raises(ValueError, match=words):
-                    from_pretrained(transformers.GPT2LMHeadModel, source)
+                    from_pretrained(source, transformers.GPT2LMHeadModel)
 
 
 def test_the_class_may_be_named_in_every_way(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path)
     for cls in (None, transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM):
-        assert type(from_pretrained(cls, tmp_path)) is transformers.LlamaForCausalLM
-    assert type(from_pretrained(None, tmp_path, model_class=transformers.LlamaForCausalLM)) is type(model)
-    base = from_pretrained(transformers.AutoModel, tmp_path, strict=False)  # another class than the one that was saved
+        assert type(from_pretrained(tmp_path, cls)) is transformers.LlamaForCausalLM
+    assert type(from_pretrained(tmp_path, model_class=transformers.LlamaForCausalLM)) is type(model)
+    base = from_pretrained(tmp_path, transformers.AutoModel, strict=False)  # another class than the one that was saved
     assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
     config = transformers.LlamaConfig.from_pretrained(tmp_path)
     config.architectures = None
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"names no class.*model_class"):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
+
+
+def test_a_class_before_the_source_is_told_the_order(tmp_path):
+    wrong = [(None, tmp_path), (transformers.LlamaForCausalLM, tmp_path), ("org/name", "other"), (None,)]
+    for arguments in wrong:
+        with pytest.raises(TypeError, match=r"from_pretrained\(source, model_class\)"):
+            from_pretrained(*arguments)
 
 
 def test_a_configuration_given_or_overridden_is_used(tmp_path):
     save_pretrained(tiny_models.llama(), tmp_path)
     config = transformers.LlamaConfig.from_pretrained(tmp_path, rope_theta=5.0)
-    assert from_pretrained(None, tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
-    eager = from_pretrained(None, tmp_path, config=config, attn_implementation="eager")
+    assert from_pretrained(tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
+    eager = from_pretrained(tmp_path, config=config, attn_implementation="eager")
     assert eager.config._attn_implementation == "eager"
     theirs = transformers.LlamaForCausalLM.from_pretrained
     tiny_models.llama().save_pretrained(tmp_path / "library")
@@ -205,7 +212,7 @@ def test_a_different_head_under_a_configuration_that_ties_is_kept(tmp_path, capl
     for folder in ("library", "ours"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "tensorizer"):
-            loaded = from_pretrained(None, tmp_path / folder)
+            loaded = from_pretrained(tmp_path / folder)
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
         assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
         assert tiny_models.agree(tiny_models.output_of(loaded), tiny_models.output_of(model))
@@ -215,7 +222,7 @@ def test_a_different_head_under_a_configuration_that_ties_is_kept(tmp_path, capl
 def test_both_halves_of_a_tie_stored_apart_are_tied_again(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path, ties="twice")
-    loaded = from_pretrained(None, tmp_path)
+    loaded = from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
@@ -230,7 +237,7 @@ def test_a_head_is_added_and_taken_away_where_strict_is_off(tmp_path):
         torch.manual_seed(1)
         theirs, info = cls.from_pretrained(tmp_path / what / "library", output_loading_info=True)
         torch.manual_seed(1)
-        ours, our_info = from_pretrained(cls, tmp_path / what / "ours", strict=False, output_loading_info=True)
+        ours, our_info = from_pretrained(tmp_path / what / "ours", cls, strict=False, output_loading_info=True)
         assert our_info == info
         assert info["missing_keys"] or info["unexpected_keys"]
         state, expected = ours.state_dict(), theirs.state_dict()
@@ -239,7 +246,7 @@ def test_a_head_is_added_and_taken_away_where_strict_is_off(tmp_path):
             if name not in info["missing_keys"]:
                 assert torch.equal(state[name], expected[name]), name
         with pytest.raises(LoadError, match=r"classifier\.weight.*strict=False") as caught:
-            from_pretrained(cls, tmp_path / what / "ours")
+            from_pretrained(tmp_path / what / "ours", cls)
         assert not caught.value.report.ok
 
 
@@ -256,11 +263,11 @@ def test_dtypes_are_those_of_the_library(tmp_path):
             for dtype in ("auto", torch.float16, torch.bfloat16, "float32"):
                 theirs = type(model).from_pretrained(folder / "library", dtype=dtype)
                 for kind in ("library", "ours"):
-                    ours = from_pretrained(None, folder / kind, dtype=dtype)
+                    ours = from_pretrained(folder / kind, dtype=dtype)
                     assert_as_the_library(ours, theirs, f"{what} {stored} {dtype} {kind}")
     for wrong, meant in {"flaot16": "float16", "bf16": "bfloat16", "torch.float33": "float32", torch.int8: ""}.items():
         with pytest.raises(ValueError, match=f"dtype: expected .*{meant}"):
-            from_pretrained(None, folder / "ours", dtype=wrong)
+            from_pretrained(folder / "ours", dtype=wrong)
 
 
 def test_torch_dtype_is_the_old_name_of_dtype_and_deprecated_as_the_library_says(tmp_path, caplog):
@@ -272,21 +279,21 @@ def test_torch_dtype_is_the_old_name_of_dtype_and_deprecated_as_the_library_says
         with caplog.at_level(logging.WARNING, logger="transformers"):
             logger.addHandler(caplog.handler)
             try:
-                assert from_pretrained(None, tmp_path, torch_dtype=asked).dtype == right
+                assert from_pretrained(tmp_path, torch_dtype=asked).dtype == right
                 assert "`torch_dtype` is deprecated! Use `dtype` instead!" in caplog.text
                 caplog.clear()
-                assert from_pretrained(None, tmp_path, dtype=asked).dtype == right
+                assert from_pretrained(tmp_path, dtype=asked).dtype == right
                 assert "torch_dtype" not in caplog.text
             finally:
                 logger.removeHandler(caplog.handler)
-    assert from_pretrained(None, tmp_path, dtype=torch.float16, torch_dtype=torch.float32).dtype == torch.float16
+    assert from_pretrained(tmp_path, dtype=torch.float16, torch_dtype=torch.float32).dtype == torch.float16
     with pytest.raises(ValueError, match="did you mean 'float16'"):
-        from_pretrained(None, tmp_path, torch_dtype="flaot16")
+        from_pretrained(tmp_path, torch_dtype="flaot16")
 
 
 def test_parts_that_halves_are_too_coarse_for_stay_in_single_precision(tmp_path, library_calls):
     save_pretrained(tiny_models.t5(), tmp_path)
-    model = from_pretrained(None, tmp_path, dtype=torch.float16)
+    model = from_pretrained(tmp_path, dtype=torch.float16)
     assert model.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
     assert model.encoder.block[0].layer[1].DenseReluDense.wi.weight.dtype == torch.float16
     assert library_calls == []
@@ -298,7 +305,7 @@ def test_auto_is_the_dtype_of_the_weights_where_the_configuration_names_none(tmp
     config.pop("dtype", None)
     config.pop("torch_dtype", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert from_pretrained(None, tmp_path).dtype == torch.bfloat16
+    assert from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -312,7 +319,7 @@ def test_device_maps_give_what_the_library_gives(tmp_path):
     parts = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     for device_map in ("auto", "cpu", {"": "cpu"}, {**parts, "lm_head": "cpu"}):
         theirs = type(model).from_pretrained(tmp_path / "library", device_map=device_map)
-        ours = from_pretrained(None, tmp_path / "ours", device_map=device_map)
+        ours = from_pretrained(tmp_path / "ours", device_map=device_map)
         assert_as_the_library(ours, theirs, str(device_map))
 
 
@@ -321,7 +328,7 @@ def test_limits_that_leave_parts_to_the_disk_are_the_librarys_to_arrange(tmp_pat
     model = tiny_models.llama(tie_word_embeddings=False)
     save_pretrained(model, tmp_path / "ours")
     offloaded = from_pretrained(
-        None, tmp_path / "ours", device_map="auto", max_memory={"cpu": 60_000}, offload_folder=str(tmp_path / "disk")
+        tmp_path / "ours", device_map="auto", max_memory={"cpu": 60_000}, offload_folder=str(tmp_path / "disk")
     )
     assert set(offloaded.hf_device_map.values()) == {"cpu", "disk"}
     assert tiny_models.agree(tiny_models.output_of(offloaded), tiny_models.output_of(model))
@@ -351,15 +358,15 @@ def test_pickles_are_read_only_when_allowed_and_when_there_is_nothing_else(tmp_p
     save_pretrained(model, tmp_path)
     (tmp_path / "model.tensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.tensors.*model\.safetensors"):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="allow_pickle"):
-        from_pretrained(None, tmp_path)
-    assert_as_the_library(from_pretrained(None, tmp_path, allow_pickle=True), model)
+        from_pretrained(tmp_path)
+    assert_as_the_library(from_pretrained(tmp_path, allow_pickle=True), model)
     for value, format in ((1.0, "safetensors"), (2.0, "tensors")):
         model.model.norm.weight.data.fill_(value)
         tensorizer.save_file(model.state_dict(), tmp_path / f"model.{format}")
-        assert from_pretrained(None, tmp_path, allow_pickle=True).model.norm.weight[0] == value
+        assert from_pretrained(tmp_path, allow_pickle=True).model.norm.weight[0] == value
         (tmp_path / f"model.{format}").unlink()
 
 
@@ -379,9 +386,9 @@ def test_two_sets_of_weights_in_a_folder_or_prefix_are_refused_naming_both(tmp_p
         for name, message in wanted.items():
             for place in (tmp_path / name, f"{web}/{name}"):
                 with pytest.raises(FormatError, match=f"{name}: {message}"):
-                    from_pretrained(None, place)
+                    from_pretrained(place)
                 file = "model.safetensors"  # the file that is named
-                named = from_pretrained(None, f"{place}/{file}")
+                named = from_pretrained(f"{place}/{file}")
                 assert named.model.norm.weight[0] == 7.0
 
 
@@ -393,9 +400,9 @@ def test_a_save_beside_another_set_of_weights_says_that_the_folder_will_not_load
     assert f"{tmp_path}: model.tensors is written beside model.safetensors, which is not changed" in caplog.text
     assert (tmp_path / "model.safetensors").read_bytes() == before
     with pytest.raises(FormatError, match=r"both model\.tensors and model\.safetensors"):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert_as_the_library(from_pretrained(None, tmp_path), model)
+    assert_as_the_library(from_pretrained(tmp_path), model)
 
 
 def test_a_folder_that_was_converted_in_place_loads_what_was_made_until_its_source_changes(tmp_path, caplog):
@@ -407,15 +414,15 @@ def test_a_folder_that_was_converted_in_place_loads_what_was_made_until_its_sour
         model.save_pretrained(folder, max_shard_size=shards or "1GB")
         tensorizer.convert(folder, folder, encryption=encryption)
         decryption = None if encryption is None else DecryptionParams.from_key(encryption.key)
-        assert_as_the_library(from_pretrained(None, folder, encryption=decryption), model)
+        assert_as_the_library(from_pretrained(folder, encryption=decryption), model)
         assert "SHA-256" not in caplog.text
         with serve_folder(tmp_path) as web:
-            assert_as_the_library(from_pretrained(None, f"{web}/{folder.name}", encryption=decryption), model)
+            assert_as_the_library(from_pretrained(f"{web}/{folder.name}", encryption=decryption), model)
         assert "SHA-256" in caplog.text
         model.model.norm.weight.data += 1
         model.save_pretrained(folder, max_shard_size=shards or "1GB")
         with pytest.raises(FormatError, match=r"model\.tensors was made from .*, which has changed since"):
-            from_pretrained(None, folder, encryption=decryption)
+            from_pretrained(folder, encryption=decryption)
 
 
 def test_sharded_pickles_are_read(tmp_path):
@@ -431,20 +438,20 @@ def test_sharded_pickles_are_read(tmp_path):
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {}, "weight_map": weight_map}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert_as_the_library(from_pretrained(None, tmp_path, allow_pickle=True), model)
+    assert_as_the_library(from_pretrained(tmp_path, allow_pickle=True), model)
 
 
 def test_variants_have_files_of_their_own(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model.to(torch.float16), tmp_path, variant="fp16")
     assert (tmp_path / "model.fp16.tensors").exists()
-    assert from_pretrained(None, tmp_path, variant="fp16").dtype == torch.float16
+    assert from_pretrained(tmp_path, variant="fp16").dtype == torch.float16
     with pytest.raises(FileNotFoundError, match=r"model\.tensors"):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
     (tmp_path / "model.fp16.tensors").unlink()
     model.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
     theirs = type(model).from_pretrained(tmp_path, variant="fp16")
-    assert_as_the_library(from_pretrained(None, tmp_path, variant="fp16"), theirs)
+    assert_as_the_library(from_pretrained(tmp_path, variant="fp16"), theirs)
 
 
 def test_code_of_a_repository_is_never_run(tmp_path):
@@ -453,16 +460,16 @@ def test_code_of_a_repository_is_never_run(tmp_path):
     native = {**config, "auto_map": {"AutoModelForCausalLM": "modeling.Mine", "AutoConfig": "modeling.MyConfig"}}
     (tmp_path / "modeling.py").write_text("raise SystemExit('code of the repository ran')")
     (tmp_path / "config.json").write_text(json.dumps(native))
-    assert type(from_pretrained(None, tmp_path)) is transformers.LlamaForCausalLM  # the library has these classes
+    assert type(from_pretrained(tmp_path)) is transformers.LlamaForCausalLM  # the library has these classes
     with pytest.raises(ValueError, match="model_class"):
-        from_pretrained(None, tmp_path, trust_remote_code=True)
+        from_pretrained(tmp_path, trust_remote_code=True)
     (tmp_path / "config.json").write_text(json.dumps({**native, "model_type": "mine", "architectures": ["Mine"]}))
     with pytest.raises(ValueError, match=r"code in the repository.*model_class"):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**native, "architectures": ["Mine"]}))
     with pytest.raises(ValueError, match="model_class"):
-        from_pretrained(None, tmp_path)
-    found = from_pretrained(None, tmp_path, model_class=transformers.LlamaForCausalLM)
+        from_pretrained(tmp_path)
+    found = from_pretrained(tmp_path, model_class=transformers.LlamaForCausalLM)
     assert type(found) is transformers.LlamaForCausalLM
 
 
@@ -471,14 +478,14 @@ def test_encrypted_and_verified_weights(tmp_path):
     key = DecryptionParams.from_key(encryption.key)
     model = tiny_models.llama()
     save_pretrained(model, tmp_path, encryption=encryption)
-    assert_as_the_library(from_pretrained(None, tmp_path, encryption=key, verify=True), model)
-    base = from_pretrained(transformers.LlamaModel, tmp_path, encryption=key, strict=False)  # by the library
+    assert_as_the_library(from_pretrained(tmp_path, encryption=key, verify=True), model)
+    base = from_pretrained(tmp_path, transformers.LlamaModel, encryption=key, strict=False)  # by the library
     assert torch.equal(base.norm.weight, model.model.norm.weight)
     with pytest.raises(tensorizer.CryptographyError):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
     model.save_pretrained(tmp_path / "library")
     with pytest.raises(MissingHashError):
-        from_pretrained(None, tmp_path / "library", verify=True)
+        from_pretrained(tmp_path / "library", verify=True)
 
 
 def test_weights_that_were_not_signed_by_the_key_are_refused_whatever_their_format(tmp_path):
@@ -486,24 +493,24 @@ def test_weights_that_were_not_signed_by_the_key_are_refused_whatever_their_form
     model = tiny_models.llama()
     save_pretrained(model, tmp_path)
     with pytest.raises(tensorizer.AuthenticationError, match="not signed"):
-        from_pretrained(None, tmp_path, public_key=key.public_key)
+        from_pretrained(tmp_path, public_key=key.public_key)
     tensorizer.sign(tmp_path / "model.tensors", key)
-    assert_as_the_library(from_pretrained(None, tmp_path, public_key=key.public_key), model)
-    base = from_pretrained(transformers.LlamaModel, tmp_path, public_key=key.public_key, strict=False)  # by the library
+    assert_as_the_library(from_pretrained(tmp_path, public_key=key.public_key), model)
+    base = from_pretrained(tmp_path, transformers.LlamaModel, public_key=key.public_key, strict=False)  # by the library
     assert torch.equal(base.norm.weight, model.model.norm.weight)
     with pytest.raises(tensorizer.AuthenticationError, match="other keys"):
-        from_pretrained(None, tmp_path, public_key=tensorizer.SigningKey.generate().public_key)
+        from_pretrained(tmp_path, public_key=tensorizer.SigningKey.generate().public_key)
     library = tmp_path / "library"
     model.save_pretrained(library)
     with pytest.raises(ValueError, match="safetensors"):
-        from_pretrained(None, library, public_key=key.public_key)
+        from_pretrained(library, public_key=key.public_key)
     with pytest.raises(tensorizer.AuthenticationError, match="not authenticated"):
-        from_pretrained(None, library, require_authenticated=True)
+        from_pretrained(library, require_authenticated=True)
     (library / "model.safetensors").unlink()
     torch.save(model.state_dict(), library / "pytorch_model.bin")
     for wanted in ({"public_key": key.public_key}, {"require_authenticated": True}):
         with pytest.raises(tensorizer.AuthenticationError, match="pickle"):
-            from_pretrained(None, library, allow_pickle=True, **wanted)
+            from_pretrained(library, allow_pickle=True, **wanted)
 
 
 def mapped_bytes(path):
@@ -520,14 +527,14 @@ def test_mapped_models_are_views_of_the_file_and_leave_it_alone(tmp_path):
     for folder in (tmp_path / "tensors", tmp_path / "safetensors"):
         [file] = folder.glob("model.*")
         before = file.read_bytes()
-        mapped = from_pretrained(None, folder, mmap=True)
-        assert_as_the_library(mapped, from_pretrained(None, folder, mmap=False), file.name)
+        mapped = from_pretrained(folder, mmap=True)
+        assert_as_the_library(mapped, from_pretrained(folder, mmap=False), file.name)
         assert is_mapped(mapped, file), file.name
         with torch.no_grad():
             mapped.lm_head.weight.zero_()
         assert file.read_bytes() == before, file.name
-        half = from_pretrained(None, folder, mmap=True, dtype=torch.float16)  # what is converted is a copy
-        assert_as_the_library(half, from_pretrained(None, folder, dtype=torch.float16), file.name)
+        half = from_pretrained(folder, mmap=True, dtype=torch.float16)  # what is converted is a copy
+        assert_as_the_library(half, from_pretrained(folder, dtype=torch.float16), file.name)
 
 
 def is_mapped(model, file):
@@ -559,9 +566,9 @@ def test_by_default_a_model_on_the_cpu_is_mapped_where_nothing_speaks_against_it
         ("encrypted", {"encryption": key}, False),
     ):
         [file] = (tmp_path / folder).glob("model.*")
-        loaded = from_pretrained(None, tmp_path / folder, **options)
+        loaded = from_pretrained(tmp_path / folder, **options)
         assert is_mapped(loaded, file) == expected, (folder, options)
-    sharded = from_pretrained(None, tmp_path / "sharded")
+    sharded = from_pretrained(tmp_path / "sharded")
     shards = list((tmp_path / "sharded").glob("*.tensors"))
     places = [place for file in shards for place in mapped_bytes(file)]
     assert len(shards) > 1
@@ -573,15 +580,15 @@ def test_by_default_a_model_on_the_cpu_is_mapped_where_nothing_speaks_against_it
     with monkeypatch.context() as patched:
         patched.setattr(_C.FileSource, "map", fail)
         for folder in ("tensors", "safetensors", "sharded"):
-            read = from_pretrained(None, tmp_path / folder)
+            read = from_pretrained(tmp_path / folder)
             assert all(map(torch.equal, read.parameters(), model.parameters()))
             assert not any(is_mapped(read, file) for file in (tmp_path / folder).glob("*.*tensors"))
         with pytest.raises(OSError, match="cannot map"):
-            from_pretrained(None, tmp_path / "tensors", mmap=True)
+            from_pretrained(tmp_path / "tensors", mmap=True)
     monkeypatch.setattr(_C.FileSource, "on_network_file_system", lambda self: True)
     [file] = (tmp_path / "tensors").glob("model.*")
-    assert not is_mapped(from_pretrained(None, tmp_path / "tensors"), file)
-    assert is_mapped(from_pretrained(None, tmp_path / "tensors", mmap=True), file)
+    assert not is_mapped(from_pretrained(tmp_path / "tensors"), file)
+    assert is_mapped(from_pretrained(tmp_path / "tensors", mmap=True), file)
 
 
 def test_what_cannot_be_mapped_says_so(tmp_path):
@@ -600,9 +607,9 @@ def test_what_cannot_be_mapped_says_so(tmp_path):
         ("plain", "on the CPU", {"device_map": "auto"}),
     ):
         with pytest.raises(ValueError, match=words):
-            from_pretrained(None, tmp_path / folder, mmap=True, **options)
+            from_pretrained(tmp_path / folder, mmap=True, **options)
     with serve_folder(tmp_path / "plain") as server, pytest.raises(ValueError, match="cannot be mapped"):
-        from_pretrained(None, server, mmap=True)
+        from_pretrained(server, mmap=True)
 
 
 def test_damaged_weights_are_an_error(tmp_path):
@@ -612,7 +619,7 @@ def test_damaged_weights_are_an_error(tmp_path):
     content[-100] ^= 1
     path.write_bytes(content)
     with pytest.raises(tensorizer.HashMismatchError):
-        from_pretrained(None, tmp_path, verify=True)
+        from_pretrained(tmp_path, verify=True)
 
 
 WRONG_MEMBERS = [
@@ -630,7 +637,7 @@ def test_a_configuration_of_the_wrong_form_is_named(tmp_path, members):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **members}))
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
 
 
 def test_a_generation_configuration_of_the_wrong_form_is_named(tmp_path):
@@ -638,7 +645,7 @@ def test_a_generation_configuration_of_the_wrong_form_is_named(tmp_path):
     for content in ("[]", "3", "{", "[" * 100_000):
         (tmp_path / "generation_config.json").write_text(content)
         with pytest.raises(ValueError, match=r"generation_config\.json"):
-            from_pretrained(None, tmp_path)
+            from_pretrained(tmp_path)
 
 
 def test_a_model_quantised_by_torchao_is_refused_before_its_weights_are_read(tmp_path):
@@ -655,9 +662,9 @@ def test_a_model_quantised_by_torchao_is_refused_before_its_weights_are_read(tmp
     key = DecryptionParams.from_key(EncryptionParams.random().key)
     for form, options in (("ours", {}), ("library", {"verify": True}), ("library", {"encryption": key})):
         with pytest.raises(UnsupportedContentError, match="quantised by torchao"):
-            from_pretrained(None, tmp_path / form, **options)
+            from_pretrained(tmp_path / form, **options)
     with serve_folder(tmp_path / "library") as url, pytest.raises(UnsupportedContentError, match="local folder"):
-        from_pretrained(None, url)
+        from_pretrained(url)
 
 
 def test_a_local_folder_that_torchao_has_quantised_is_loaded_by_the_library(tmp_path):
@@ -669,7 +676,7 @@ def test_a_local_folder_that_torchao_has_quantised_is_loaded_by_the_library(tmp_
     quantised.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     right = tiny_models.output_of(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "one"))
     for form in ("one", "shards"):
-        model = from_pretrained(None, tmp_path / form)
+        model = from_pretrained(tmp_path / form)
         assert torch.equal(tiny_models.output_of(model), right), form
         assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
         with pytest.raises(UnsupportedContentError, match="torchao"):
@@ -691,7 +698,7 @@ def test_a_compiled_model_is_saved_as_the_model_that_was_compiled(tmp_path):
         }.items():
             folder = tmp_path / what / form
             save_pretrained(saved, folder, **options)
-            assert_as_the_library(from_pretrained(None, folder), model, f"{what} {form}")
+            assert_as_the_library(from_pretrained(folder), model, f"{what} {form}")
     assert type(parts.model) is type(whole)  # what was saved is as it was
     assert "model._orig_mod.layers.1._orig_mod.mlp.up_proj.weight" in parts.state_dict()
 
@@ -718,13 +725,13 @@ def test_a_saved_folder_replaces_an_earlier_one(tmp_path):
     model.model.norm.weight.data.fill_(3.0)
     save_pretrained(model, tmp_path, max_shard_size="20KB")
     assert not (tmp_path / "model.tensors").exists()
-    assert from_pretrained(None, tmp_path).model.norm.weight[0] == 3.0
+    assert from_pretrained(tmp_path).model.norm.weight[0] == 3.0
     many = len(list(tmp_path.glob("model-*.tensors")))
     save_pretrained(model, tmp_path, max_shard_size="40KB")
     assert 1 < len(list(tmp_path.glob("model-*.tensors"))) < many
     model.model.norm.weight.data.fill_(4.0)
     save_pretrained(model, tmp_path)
-    assert from_pretrained(None, tmp_path).model.norm.weight[0] == 4.0
+    assert from_pretrained(tmp_path).model.norm.weight[0] == 4.0
     names = ["config.json", "generation_config.json", "mine-00001-of-00001.tensors", "model.tensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -736,7 +743,7 @@ def test_a_folder_may_be_a_uri(tmp_path, monkeypatch):
         for scale, size in ((3.0, None), (4.0, "20KB"), (5.0, None)):
             model.model.norm.weight.data.fill_(scale)
             save_pretrained(model, folder, max_shard_size=size)
-            assert from_pretrained(None, folder).model.norm.weight[0] == scale
+            assert from_pretrained(folder).model.norm.weight[0] == scale
     assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
 
 
@@ -762,13 +769,13 @@ def test_sources_that_are_no_folders_are_named(tmp_path):
         (tmp_path, "config.json"),
     ):
         with pytest.raises(FileNotFoundError, match=error):
-            from_pretrained(None, source)
+            from_pretrained(source)
     save_pretrained(tiny_models.bert(), tmp_path / "model")
     with pytest.raises(ValueError, match="revision"):
-        from_pretrained(None, tmp_path / "model", revision="main")
-    outer = from_pretrained(None, tmp_path, subfolder="model")
+        from_pretrained(tmp_path / "model", revision="main")
+    outer = from_pretrained(tmp_path, subfolder="model")
     assert type(outer) is transformers.BertModel
-    assert type(from_pretrained(None, f"file://{tmp_path}/model")) is transformers.BertModel
+    assert type(from_pretrained(f"file://{tmp_path}/model")) is transformers.BertModel
 
 
 def test_a_prefix_of_a_web_server_is_a_folder(tmp_path, monkeypatch):
@@ -779,12 +786,12 @@ def test_a_prefix_of_a_web_server_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     with serve_folder(tmp_path) as web:
-        loaded = from_pretrained(None, f"{web}/ours")
+        loaded = from_pretrained(f"{web}/ours")
         assert_as_the_library(loaded, model)
         assert loaded.name_or_path == f"{web}/ours"
-        assert_as_the_library(from_pretrained(None, f"{web}/library"), tiny_models.mixtral())
+        assert_as_the_library(from_pretrained(f"{web}/library"), tiny_models.mixtral())
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
-            from_pretrained(None, f"{web}/nothing")
+            from_pretrained(f"{web}/nothing")
     assert os.listdir(tmp_path / "temporary") == []
 
 
@@ -796,20 +803,20 @@ def test_a_file_of_a_folder_is_taken_for_its_folder(tmp_path):
         file = folder / f"model.{format}"
         renamed = folder / f"of-yesterday.{format}"
         file.rename(renamed)
-        assert_as_the_library(from_pretrained(type(model), str(renamed)), model, format)
-        assert_as_the_library(from_pretrained(None, str(renamed)), model, format)
+        assert_as_the_library(from_pretrained(str(renamed), type(model)), model, format)
+        assert_as_the_library(from_pretrained(str(renamed)), model, format)
         alone = tmp_path / f"alone-{format}" / renamed.name
         alone.parent.mkdir()
         renamed.rename(alone)
-        assert_as_the_library(from_pretrained(type(model), str(alone), config=model.config), model, format)
+        assert_as_the_library(from_pretrained(str(alone), type(model), config=model.config), model, format)
         with serve_folder(tmp_path) as url:
-            found = from_pretrained(type(model), f"{url}/{alone.relative_to(tmp_path)}", config=model.config)
+            found = from_pretrained(f"{url}/{alone.relative_to(tmp_path)}", type(model), config=model.config)
             assert_as_the_library(found, model, format)
         with pytest.raises(FileNotFoundError, match="got nothing"):
-            from_pretrained(type(model), str(alone.parent / f"missing.{format}"))
+            from_pretrained(str(alone.parent / f"missing.{format}"), type(model))
     (tmp_path / "notes.txt").write_text("no model")
     with pytest.raises(FileNotFoundError, match="got a file"):
-        from_pretrained(type(model), str(tmp_path / "notes.txt"))
+        from_pretrained(str(tmp_path / "notes.txt"), type(model))
 
 
 def test_tied_weights_that_are_not_numbers_are_tied_again_and_those_on_two_devices_are_not_compared(tmp_path, caplog):
@@ -819,7 +826,7 @@ def test_tied_weights_that_are_not_numbers_are_tied_again_and_those_on_two_devic
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     model.config.tie_word_embeddings = True
     save_pretrained(model, tmp_path, ties="twice")
-    tied = from_pretrained(type(model), tmp_path)
+    tied = from_pretrained(tmp_path, type(model))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert "stay apart" not in caplog.text
 

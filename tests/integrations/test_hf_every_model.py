@@ -62,7 +62,7 @@ def off(name, dtype, folder, forms=("library", "ours")):
     for form in forms:
         if form == "ours":
             save_pretrained(model, folder / "ours")
-        names = differences(from_pretrained(None, folder / form, model_class=type(model)), right)
+        names = differences(from_pretrained(folder / form, model_class=type(model)), right)
         found[form] = [each for each in names if each not in unsteady]
     return {form: names for form, names in found.items() if names}
 
@@ -112,7 +112,7 @@ def test_a_table_that_only_the_constructor_computes_is_kept(tmp_path):
 
     model = Own(every_model.build("LlamaForCausalLM").config)
     save_pretrained(model, tmp_path)
-    loaded = from_pretrained(Own, tmp_path)
+    loaded = from_pretrained(tmp_path, Own)
     assert differences(loaded, model) == []
 
 
@@ -141,9 +141,9 @@ def test_a_head_comes_and_goes_where_the_library_renames_what_it_loads(head, bas
         save_pretrained(saved, folder / "own names")
         save_pretrained(saved, folder / "names of the library", names="library")
         for form in ("library", "own names", "names of the library"):
-            loaded = from_pretrained(wanted, folder / form, strict=False)
+            loaded = from_pretrained(folder / form, wanted, strict=False)
             found = loaded if isinstance(loaded, type(inner)) else getattr(loaded, loaded.base_model_prefix)
             assert differences(found, inner) == [], (type(saved).__name__, form)
             with pytest.raises(LoadError, match="lm_head") as caught:
-                from_pretrained(wanted, folder / form)
+                from_pretrained(folder / form, wanted)
             assert "visual" not in str(caught.value)

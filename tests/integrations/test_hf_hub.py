@@ -37,7 +37,7 @@ steps = []
 
 def load(what, *arguments, **keywords):
     try:
-        model = from_pretrained(None, *arguments, **keywords)
+        model = from_pretrained(*arguments, **keywords)
         answer = [float(model.model.norm.weight[0]), model.config.name_or_path]
     except Exception as error:
         answer = [type(error).__name__, str(error)]
@@ -216,14 +216,14 @@ def test_what_names_a_repository_and_what_does_not():
 def test_a_bucket_of_the_hub_is_refused_with_what_is_supported():
     for uri in ("hf://buckets/org/bucket", "hf://buckets/org/bucket/models/llama"):
         with pytest.raises(ValueError, match=r"model repository, hf://org/name.*buckets of the hub"):
-            from_pretrained(None, uri)
+            from_pretrained(uri)
 
 
 def test_a_hub_that_names_no_commit_is_not_read(monkeypatch):
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha=None, siblings=[]))
     with pytest.raises(StreamError, match=r"org/name@v1: .*commit"):  # what it calls main instead may be another model
-        from_pretrained(None, "org/name", revision="v1", cache=False)
+        from_pretrained("org/name", revision="v1", cache=False)
 
 
 def test_a_revision_stays_inside_of_the_cache(tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_revision_stays_inside_of_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for revision in ("../../../outside", "/outside", "a//b"):
         with pytest.raises(ValueError, match="revision"):
-            from_pretrained(None, "org/name", revision=revision)
+            from_pretrained("org/name", revision=revision)
     assert list(tmp_path.rglob("outside")) == []
 
 
@@ -245,7 +245,7 @@ def test_an_index_of_shards_in_the_cache_that_is_none_is_named(tmp_path, monkeyp
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(FIRST)
     with pytest.raises(FormatError, match=r"model\.tensors\.index\.json"):
-        from_pretrained(None, "org/name", local_files_only=True)
+        from_pretrained("org/name", local_files_only=True)
 
 
 # --- a hub that does not answer --------------------------------------------------------------------------------------
@@ -262,8 +262,8 @@ def keys():
         return sorted(file)
 
 doors = {
-    "from_pretrained": lambda: from_pretrained(None, "org/tiny") and True,
-    "from_pretrained of a URI": lambda: from_pretrained(None, "hf://org/tiny@main") and True,
+    "from_pretrained": lambda: from_pretrained("org/tiny") and True,
+    "from_pretrained of a URI": lambda: from_pretrained("hf://org/tiny@main") and True,
     "TensorDeserializer": keys,
     "load_file": lambda: load_file("hf://org/tiny/model.safetensors"),
     "load_file of a revision": lambda: load_file("hf://org/tiny@main/model.safetensors"),
@@ -272,7 +272,7 @@ doors = {
     "verify": lambda: tensorizer.verify("hf://org/tiny").unverified,
     "another revision": lambda: load_file("hf://org/tiny@v2/model.safetensors"),
     "a file that is not in the cache": lambda: load_file("hf://org/tiny/other.safetensors"),
-    "another repository": lambda: from_pretrained(None, "org/other"),
+    "another repository": lambda: from_pretrained("org/other"),
 }
 for name, door in doors.items():
     with warnings.catch_warnings(record=True) as seen:

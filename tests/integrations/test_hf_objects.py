@@ -79,7 +79,7 @@ def test_a_pipeline_goes_each_way_in_one_call(stable_diffusion, tmp_path, privat
     wanted = image_of(theirs)
     with serve_folder(tmp_path) as web:
         for source in (tmp_path, folder, web):
-            ours = from_pretrained(None, source)
+            ours = from_pretrained(source)
             assert type(ours) is type(theirs)
             assert ours.components.keys() == theirs.components.keys()
             for name, component in theirs.components.items():
@@ -105,8 +105,8 @@ def test_a_component_whose_class_is_in_the_folder_of_a_pipeline_goes_each_way(st
     pipeline.save_pretrained(tmp_path / "library")
     save_pretrained(pipeline, tmp_path / "ours")
     for form in ("library", "ours"):
-        assert_same_state(from_pretrained(None, tmp_path / form).safety_checker, checker)
-        assert from_pretrained(None, tmp_path / form, dtype=torch.float16).safety_checker.dtype == torch.float16
+        assert_same_state(from_pretrained(tmp_path / form).safety_checker, checker)
+        assert from_pretrained(tmp_path / form, dtype=torch.float16).safety_checker.dtype == torch.float16
 
 
 def test_code_in_the_folder_of_a_pipeline_is_never_run(stable_diffusion, tmp_path):
@@ -129,7 +129,7 @@ def test_code_in_the_folder_of_a_pipeline_is_never_run(stable_diffusion, tmp_pat
             ((folder / name).parent / "model_index.json").write_text(json.dumps(index))
         (folder / "model_index.json").write_text(json.dumps({**index, **changes}))
         with pytest.raises(ValueError, match=rf"{re.escape(str(folder))}.*model_index\.json: .*never run"):
-            from_pretrained(None, folder)
+            from_pretrained(folder)
     assert "this" not in sys.modules
 
 
@@ -137,13 +137,13 @@ def test_one_model_of_diffusers_loads_by_itself(stable_diffusion, tmp_path):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     folder, theirs = stable_diffusion
     save_pretrained(theirs.unet, tmp_path)
-    assert_same_state(from_pretrained(None, tmp_path), theirs.unet)
-    half = from_pretrained(diffusers.UNet2DConditionModel, folder, subfolder="unet", dtype=torch.bfloat16)
+    assert_same_state(from_pretrained(tmp_path), theirs.unet)
+    half = from_pretrained(folder, diffusers.UNet2DConditionModel, subfolder="unet", dtype=torch.bfloat16)
     assert_same_state(half, type(half).from_pretrained(folder, subfolder="unet", torch_dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="device_map"):
-        from_pretrained(None, tmp_path, device_map="auto")
+        from_pretrained(tmp_path, device_map="auto")
     with pytest.raises(ValueError, match="output_loading_info"):
-        from_pretrained(None, tmp_path, output_loading_info=True)
+        from_pretrained(tmp_path, output_loading_info=True)
 
 
 def test_tables_and_kept_parts_of_models_of_diffusers_have_the_dtype_and_bits_of_the_library(tmp_path):
@@ -172,7 +172,7 @@ def test_tables_and_kept_parts_of_models_of_diffusers_have_the_dtype_and_bits_of
             wanted = dict(theirs.named_buffers())
             for form in ("library", "ours"):
                 for options in ({}, {"dtype": dtype}):
-                    ours = from_pretrained(None, folder / form, **options)
+                    ours = from_pretrained(folder / form, **options)
                     assert_same_state(ours, theirs)
                     found = dict(ours.named_buffers())
                     assert found.keys() == wanted.keys(), what
@@ -196,11 +196,11 @@ def test_names_of_dtypes_mean_their_dtype_for_diffusers_and_misspelt_ones_are_an
         folder: {},
     }.items():
         for dtype in ("float16", "torch.float16", "half"):
-            loaded = from_pretrained(None, source, dtype=dtype, **options)
+            loaded = from_pretrained(source, dtype=dtype, **options)
             assert {p.dtype for p in getattr(loaded, "vae", loaded).parameters()} == {torch.float16}, (source, dtype)
         with pytest.raises(ValueError, match=r"dtype: expected .*'flaot16'; did you mean 'float16'\?"):
-            from_pretrained(None, source, dtype="flaot16", **options)
-    mixed = from_pretrained(None, tmp_path / "pipeline", dtype={"default": "float16", "unet": torch.bfloat16})
+            from_pretrained(source, dtype="flaot16", **options)
+    mixed = from_pretrained(tmp_path / "pipeline", dtype={"default": "float16", "unet": torch.bfloat16})
     assert (mixed.unet.dtype, mixed.vae.dtype, mixed.text_encoder.dtype) == (torch.bfloat16, *[torch.float16] * 2)
 
 
@@ -209,10 +209,10 @@ def test_torch_dtype_means_dtype_for_models_and_pipelines_of_diffusers(stable_di
     save_pretrained(theirs, tmp_path)
     for source in (folder, tmp_path):
         for dtype in (torch.float16, "float16"):
-            assert from_pretrained(None, source / "unet", torch_dtype=dtype).dtype == torch.float16
-            pipeline = from_pretrained(None, source, torch_dtype=dtype)
+            assert from_pretrained(source / "unet", torch_dtype=dtype).dtype == torch.float16
+            pipeline = from_pretrained(source, torch_dtype=dtype)
             assert (pipeline.unet.dtype, pipeline.text_encoder.dtype) == (torch.float16, torch.float16)
-        assert from_pretrained(None, source, torch_dtype="auto").unet.dtype == torch.float32
+        assert from_pretrained(source, torch_dtype="auto").unet.dtype == torch.float32
 
 
 def test_compiled_parts_of_pipelines_and_adapters_are_saved_as_what_was_compiled(stable_diffusion, tmp_path):
@@ -220,12 +220,12 @@ def test_compiled_parts_of_pipelines_and_adapters_are_saved_as_what_was_compiled
     pipeline = type(theirs)(**theirs.components, requires_safety_checker=False)
     pipeline.unet, pipeline.text_encoder = torch.compile(theirs.unet), torch.compile(theirs.text_encoder)
     save_pretrained(pipeline, tmp_path / "pipeline")
-    ours = from_pretrained(None, tmp_path / "pipeline")
+    ours = from_pretrained(tmp_path / "pipeline")
     assert type(ours.unet) is type(theirs.unet)
     for name in ("unet", "text_encoder", "vae"):
         assert_same_state(getattr(ours, name), getattr(theirs, name))
     save_pretrained(torch.compile(theirs.vae), tmp_path / "vae")
-    assert_same_state(from_pretrained(None, tmp_path / "vae"), theirs.vae)
+    assert_same_state(from_pretrained(tmp_path / "vae"), theirs.vae)
     base = tiny_models.llama()
     base.save_pretrained(tmp_path / "base")
     adapted = with_adapter(type(base).from_pretrained(tmp_path / "base"))
@@ -234,7 +234,7 @@ def test_compiled_parts_of_pipelines_and_adapters_are_saved_as_what_was_compiled
     layers[0] = torch.compile(layers[0])
     save_pretrained(torch.compile(adapted), tmp_path / "adapter")
     assert isinstance(layers[0], type(torch.compile(base)))  # what was saved is as it was
-    assert tiny_models.agree(tiny_models.output_of(from_pretrained(None, tmp_path / "adapter")), right)
+    assert tiny_models.agree(tiny_models.output_of(from_pretrained(tmp_path / "adapter")), right)
 
 
 def test_a_model_of_diffusers_that_does_not_fit_its_file_is_initialised_only_without_strict(stable_diffusion, tmp_path):
@@ -247,21 +247,21 @@ def test_a_model_of_diffusers_that_does_not_fit_its_file_is_initialised_only_wit
     assert renamed.keys() != state.keys()
     tensorizer.save_file(renamed, file)
     with pytest.raises(LoadError, match=r"attentions\.0\.to_q.*attentions\.0\.query.*early releases"):
-        from_pretrained(None, tmp_path)
-    ours = from_pretrained(None, tmp_path, strict=False).state_dict()
+        from_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path, strict=False).state_dict()
     assert all(torch.equal(ours[name], state[name]) for name in renamed.keys() & state.keys())
     assert not any(tensor.is_meta for tensor in ours.values())
     tensorizer.save_file({**state, "decoder.conv_in.weight": torch.zeros(1)}, file)
     with pytest.raises(LoadError, match=r"decoder\.conv_in\.weight"):
-        from_pretrained(None, tmp_path)
+        from_pretrained(tmp_path)
 
 
 def test_pickled_weights_of_a_model_of_diffusers_are_read_by_torch(stable_diffusion, tmp_path):
     _, theirs = stable_diffusion
     theirs.vae.save_pretrained(tmp_path, safe_serialization=False)
     with pytest.raises(ValueError, match="allow_pickle"):
-        from_pretrained(None, tmp_path)
-    assert_same_state(from_pretrained(None, tmp_path, allow_pickle=True), theirs.vae)
+        from_pretrained(tmp_path)
+    assert_same_state(from_pretrained(tmp_path, allow_pickle=True), theirs.vae)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
     base = tmp_path / "base"
     save_pretrained(tiny_models.llama(), base)
     tiny_models.llama().save_pretrained(tmp_path / "library base")
-    theirs = with_adapter(from_pretrained(None, base))
+    theirs = with_adapter(from_pretrained(base))
     theirs.save_pretrained(tmp_path / "library")
     save_pretrained(theirs, tmp_path / "ours")
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == [
@@ -293,32 +293,32 @@ def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
     assert tiny_models.agree(again(PROMPT).logits, wanted)
     for folder in ("ours", "library"):
         for cls in (None, peft.PeftModel):
-            ours = from_pretrained(cls, tmp_path / folder)
+            ours = from_pretrained(tmp_path / folder, cls)
             assert type(ours) is peft.PeftModelForCausalLM
             assert_same_state(ours, again)
             assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in again.parameters()]
             assert tiny_models.agree(ours(PROMPT).logits, wanted)
-        into = from_pretrained(transformers.AutoModelForCausalLM, tmp_path / folder)
+        into = from_pretrained(tmp_path / folder, transformers.AutoModelForCausalLM)
         assert type(into) is transformers.LlamaForCausalLM
         assert tiny_models.agree(into(PROMPT).logits, wanted)
-        second = load_adapter(from_pretrained(None, tmp_path / "ours"), tmp_path / folder, adapter_name="second")
+        second = load_adapter(from_pretrained(tmp_path / "ours"), tmp_path / folder, adapter_name="second")
         second.set_adapter("second")
         assert tiny_models.agree(second(PROMPT).logits, wanted)
 
 
 def test_two_sets_of_weights_of_an_adapter_are_refused_naming_both(tmp_path):
     save_pretrained(tiny_models.llama(), tmp_path / "base")
-    adapted = with_adapter(from_pretrained(None, tmp_path / "base"))
+    adapted = with_adapter(from_pretrained(tmp_path / "base"))
     save_pretrained(adapted, tmp_path / "adapter")
     adapted.save_pretrained(tmp_path / "adapter")
     both = r"found both adapter_model\.tensors and adapter_model\.safetensors,"
     with pytest.raises(FormatError, match=both):
-        load_adapter(from_pretrained(None, tmp_path / "base"), tmp_path / "adapter")
+        load_adapter(from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     with pytest.raises(FormatError, match=both):
-        from_pretrained(None, tmp_path / "adapter")
+        from_pretrained(tmp_path / "adapter")
     adapter = tmp_path / "adapter"
     tensorizer.convert(adapter / "adapter_model.safetensors", adapter / "adapter_model.tensors")
-    assert_same_state(from_pretrained(None, adapter), adapted)
+    assert_same_state(from_pretrained(adapter), adapted)
 
 
 def test_adapters_that_learn_prompts_load_as_peft_loads_them(tmp_path):
@@ -347,17 +347,17 @@ def test_adapters_that_learn_prompts_load_as_peft_loads_them(tmp_path):
         )
         for form in ("peft", "ours"):
             folder = tmp_path / what / form
-            assert torch.equal(tiny_models.output_of(from_pretrained(None, folder)), right), (what, form)
+            assert torch.equal(tiny_models.output_of(from_pretrained(folder)), right), (what, form)
             if what in ("prompt", "prefix"):  # while they are trained, the others have an encoder of another shape
                 other = peft.get_peft_model(type(base).from_pretrained(tmp_path / "base"), make()).eval()
                 assert torch.equal(tiny_models.output_of(load_adapter(other, folder)), right), (what, form)
     state = tensorizer.load_file(tmp_path / "prompt" / "ours" / "adapter_model.tensors")
     tensorizer.save_file({**state, "surplus": torch.ones(2)}, tmp_path / "prompt" / "ours" / "adapter_model.tensors")
     with pytest.raises(LoadError, match=r"unexpected \['surplus'\]"):
-        from_pretrained(None, tmp_path / "prompt" / "ours")
+        from_pretrained(tmp_path / "prompt" / "ours")
     tensorizer.save_file({"surplus": torch.ones(2)}, tmp_path / "prefix" / "ours" / "adapter_model.tensors")
     with pytest.raises(LoadError, match=r"missing \['prompt_embeddings'\]"):
-        from_pretrained(None, tmp_path / "prefix" / "ours")
+        from_pretrained(tmp_path / "prefix" / "ours")
 
 
 def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path, caplog):
@@ -367,14 +367,14 @@ def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path
     save_pretrained(model, model_folder)
     with pytest.warns(DeprecationWarning, match="serialize_model"):
         tensorizer.serialize_model(model, model.config, tmp_path / "old")
-    save_pretrained(with_adapter(from_pretrained(None, model_folder)), ours)
+    save_pretrained(with_adapter(from_pretrained(model_folder)), ours)
     config = ours / "adapter_config.json"
     shown = []
     with serve_folder(tmp_path) as address, warnings.catch_warnings(record=True) as warned, caplog.at_level("DEBUG"):
         warnings.simplefilter("always")
         address = address.replace("://", "://user:secret@")
         config.write_text(config.read_text().replace(str(model_folder), f"{address}/base"))
-        loaded = from_pretrained(None, ours)
+        loaded = from_pretrained(ours)
         loaded.save_pretrained(tmp_path / "again")
         shown += [repr(loaded.peft_config), repr(loaded.config), (tmp_path / "again/adapter_config.json").read_text()]
         tensorizer.save_file({"wrong": torch.zeros(1)}, ours / "adapter_model.tensors")
@@ -382,11 +382,11 @@ def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path
         with TensorSerializer(tmp_path / "old" / "model.tensors") as serializer:
             serializer.write_module(torch.nn.ModuleDict({"lm_head": model.lm_head}))
         for call in (
-            lambda: from_pretrained(None, f"{address}/base"),
+            lambda: from_pretrained(f"{address}/base"),
             lambda: load_adapter(loaded, f"{address}/ours"),
             lambda: tensorizer.load_model(f"{address}/old", transformers.LlamaForCausalLM, device="cpu"),
-            lambda: from_pretrained(None, "hf://user:secret@org/name?token=secret"),
-            lambda: from_pretrained(None, "hf://org/name@main/x?token=secret", revision="other"),
+            lambda: from_pretrained("hf://user:secret@org/name?token=secret"),
+            lambda: from_pretrained("hf://org/name@main/x?token=secret", revision="other"),
         ):
             with pytest.raises((OSError, ValueError, LoadError)) as caught:
                 call()
@@ -398,21 +398,21 @@ def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path
 def test_an_adapter_that_does_not_fit_or_names_no_base_is_an_error(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path / "base")
-    adapted = with_adapter(from_pretrained(None, tmp_path / "base"))
+    adapted = with_adapter(from_pretrained(tmp_path / "base"))
     save_pretrained(adapted, tmp_path / "ours")
     state = tensorizer.load_file(tmp_path / "ours" / "adapter_model.tensors")
     first = next(iter(state))
     del state[first]
     tensorizer.save_file({**state, "surplus": torch.zeros(1)}, tmp_path / "ours" / "adapter_model.tensors")
     with pytest.raises(LoadError, match=f"missing.*{first}"):
-        from_pretrained(None, tmp_path / "ours")
-    from_pretrained(None, tmp_path / "ours", strict=False)
+        from_pretrained(tmp_path / "ours")
+    from_pretrained(tmp_path / "ours", strict=False)
     config = tmp_path / "ours" / "adapter_config.json"
     values = json.loads(config.read_text())
     for name in ("", 5, [str(tmp_path / "base")]):
         config.write_text(json.dumps({**values, "base_model_name_or_path": name}))
         with pytest.raises(ValueError, match="base_model_name_or_path"):
-            from_pretrained(None, tmp_path / "ours")
+            from_pretrained(tmp_path / "ours")
     with pytest.raises(TypeError, match="got Linear"):
         load_adapter(torch.nn.Linear(1, 1), tmp_path / "ours")
 
@@ -434,7 +434,7 @@ def test_an_adapter_loads_into_a_pipeline(stable_diffusion, tmp_path):
     wanted = image_of(theirs)
     assert not torch.equal(wanted, image_of(plain))
     for kind in ("library", "ours"):
-        assert torch.equal(image_of(load_adapter(from_pretrained(None, folder), tmp_path / kind)), wanted), kind
+        assert torch.equal(image_of(load_adapter(from_pretrained(folder), tmp_path / kind)), wanted), kind
 
 
 # --- sentence-transformers -------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def test_sentence_transformers_loads_what_was_saved_as_safetensors(tmp_path):
     assert (again.encode(["abc", "de"]) == theirs.encode(["abc", "de"])).all()
     for cls in (None, type(theirs)):
         with pytest.raises(UnsupportedContentError, match=r"SentenceTransformer\(folder\)"):
-            from_pretrained(cls, tmp_path / "ours")
+            from_pretrained(tmp_path / "ours", cls)
 
 
 # --- folders that name others ----------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_a_repository_that_names_folders_outside_writes_nothing_there(tmp_path):
         )
         (repository / "tensorizer_files.json").write_text('["model_index.json"]')
         with pytest.raises(ValueError, match="outside"):
-            from_pretrained(None, url)
+            from_pretrained(url)
     assert (outside / "model.safetensors").read_bytes() == b"mine"
 
 
@@ -481,4 +481,4 @@ def test_an_index_of_a_pipeline_of_the_wrong_form_is_named(tmp_path):
     for content in ("[]", "3", "{", '{"unet": ["diffusers"]}', '{"unet": ["diffusers", 3]}'):
         (tmp_path / "model_index.json").write_text(content)
         with pytest.raises(ValueError, match=r"model_index\.json"):
-            from_pretrained(None, tmp_path)
+            from_pretrained(tmp_path)

@@ -149,7 +149,7 @@ def bucket(tmp_path_factory):
 def test_a_model_lives_in_a_bucket(bucket, language_model, example):
     out, options = f"{bucket}/deep/llama", example.stream_options()
     example.main([str(language_model), out, "--model-type", "transformers", "--validate", "-q"])
-    model = huggingface.from_pretrained(None, out, stream_options=options)
+    model = huggingface.from_pretrained(out, stream_options=options)
     assert_same_model(model, transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16))
     assert example.exists(f"{out}/model.tensors")
     assert not example.exists(f"{out}/other.tensors")
@@ -162,18 +162,18 @@ def test_a_converted_folder_in_a_bucket_gives_model_tokenizer_and_configurations
     model.save_pretrained(tmp_path / "downloaded")
     tiny_models.tokenizer().save_pretrained(tmp_path / "downloaded")
     tensorizer.convert(tmp_path / "downloaded", f"{out}/", all_files=True, stream_options=options)
-    assert_same_model(huggingface.from_pretrained(None, out, stream_options=options), model)
+    assert_same_model(huggingface.from_pretrained(out, stream_options=options), model)
     for tried in (out, f"{bucket}/unlisted"):
-        tokenizer = huggingface.from_pretrained(transformers.AutoTokenizer, tried, stream_options=options)
+        tokenizer = huggingface.from_pretrained(tried, transformers.AutoTokenizer, stream_options=options)
         assert tokenizer("abc")["input_ids"] == tiny_models.tokenizer()("abc")["input_ids"]
-        config = huggingface.from_pretrained(transformers.AutoConfig, tried, stream_options=options)
+        config = huggingface.from_pretrained(tried, transformers.AutoConfig, stream_options=options)
         assert config.hidden_size == model.config.hidden_size
         if tried == out:  # a folder that other tools uploaded: nothing lists its files
             for file in (tmp_path / "downloaded").iterdir():
                 with tensorizer.stream_io.open_stream(f"{bucket}/unlisted/{file.name}", "wb", **options) as stream:
                     stream.write(file.read_bytes())
     with pytest.raises(OSError, match="nowhere"):
-        huggingface.from_pretrained(transformers.AutoTokenizer, f"{bucket}/nowhere", stream_options=options)
+        huggingface.from_pretrained(f"{bucket}/nowhere", transformers.AutoTokenizer, stream_options=options)
 
 
 def test_a_later_save_into_a_bucket_is_the_one_that_loads(bucket, example):
@@ -182,7 +182,7 @@ def test_a_later_save_into_a_bucket_is_the_one_that_loads(bucket, example):
     for value, size in ((1.0, None), (2.0, "20KB"), (3.0, None), (4.0, "20KB")):
         model.model.norm.weight.data.fill_(value)
         huggingface.save_pretrained(model, out, max_shard_size=size, stream_options=options)
-        loaded = huggingface.from_pretrained(None, out, stream_options=options)
+        loaded = huggingface.from_pretrained(out, stream_options=options)
         assert loaded.model.norm.weight[0] == value
         tensors = tensorizer.torch.load_file(out, stream_options=options)
         assert tensors["model.norm.weight"][0] == value
@@ -210,14 +210,14 @@ def test_a_transformers_model_is_written_in_half_precision_and_validated(languag
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("llama", "float16")
     original = transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16)
-    assert_same_model(huggingface.from_pretrained(None, out), original)
+    assert_same_model(huggingface.from_pretrained(out), original)
 
 
 def test_a_stable_diffusion_pipeline_is_written_and_validated(tmp_path, example):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     source, out = tiny_models.save_stable_diffusion(tmp_path / "source"), tmp_path / "out"
     example.main([str(source), str(out), "--model-type", "diffusers", "--validate", "-q"])
-    loaded, wanted = huggingface.from_pretrained(None, out), diffusers.DiffusionPipeline.from_pretrained(source)
+    loaded, wanted = huggingface.from_pretrained(out), diffusers.DiffusionPipeline.from_pretrained(source)
     for name in ("unet", "vae", "text_encoder"):
         assert_same_model(getattr(loaded, name), getattr(wanted, name))
     assert loaded.scheduler.config.num_train_timesteps == 50
@@ -256,8 +256,8 @@ def test_validation_names_what_differs(example):
 
 
 def test_a_wrong_reload_fails_the_validation(language_model, tmp_path, example, monkeypatch):
-    def spoiled(cls, source, **keywords):
-        model = huggingface.from_pretrained(cls, source, **keywords)
+    def spoiled(source, **keywords):
+        model = huggingface.from_pretrained(source, **keywords)
         if str(source) == str(tmp_path):
             model.model.norm.weight.data += 1
         return model

@@ -101,7 +101,7 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert len(losses(resumed)) == STEPS
     assert losses(resumed) == losses(whole)
     assert_same_weights(resumed.model, whole.model)
-    assert_same_weights(from_pretrained(None, tmp_path / "parts" / f"checkpoint-{STEPS}"), whole.model)
+    assert_same_weights(from_pretrained(tmp_path / "parts" / f"checkpoint-{STEPS}"), whole.model)
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
 
 
@@ -112,10 +112,10 @@ def test_old_checkpoints_go_and_the_best_model_comes_back(tmp_path):
     best = tmp_path / run.state.best_model_checkpoint.rpartition("/")[2]
     kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert kept == sorted({best.name, f"checkpoint-{STEPS}"})
-    assert_same_weights(run.model, from_pretrained(None, best))
+    assert_same_weights(run.model, from_pretrained(best))
     assert run.model.training is False
     run.save_model(str(tmp_path / "final"))
-    assert_same_weights(run.model, from_pretrained(None, tmp_path / "final"))
+    assert_same_weights(run.model, from_pretrained(tmp_path / "final"))
 
 
 def test_checkpoints_of_the_trainer_itself_are_resumed(tmp_path):
@@ -177,11 +177,11 @@ def test_a_callback_writes_beside_the_files_of_the_trainer_or_elsewhere(tmp_path
     last = f"checkpoint-{STEPS}"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [last]
     assert (tmp_path / "run" / last / "model.safetensors").exists()
-    assert_same_weights(from_pretrained(None, tmp_path / "run" / last), run.model)
+    assert_same_weights(from_pretrained(tmp_path / "run" / last), run.model)
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
         f"checkpoint-{step}" for step in range(2, STEPS + 1, 2)
     ]
-    assert_same_weights(from_pretrained(None, tmp_path / "elsewhere" / last), run.model)
+    assert_same_weights(from_pretrained(tmp_path / "elsewhere" / last), run.model)
 
 
 class Table(torch.nn.Module):

@@ -153,7 +153,7 @@ def loaded_as_a_model(path):
     pytest.importorskip("transformers")
     from tensorizer.integrations.huggingface import from_pretrained
 
-    return from_pretrained(None, path)
+    return from_pretrained(path)
 
 
 WRITERS = {

@@ -443,7 +443,7 @@ class TestSecrets:
         monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
         kwargs = {"use_auth_token": SECRET}
-        self.assert_ours_show_no_secret(lambda: from_pretrained(None, "org/none", token=SECRET, **kwargs))
+        self.assert_ours_show_no_secret(lambda: from_pretrained("org/none", token=SECRET, **kwargs))
 
     def assert_ours_show_no_secret(self, call):
         with pytest.raises(BaseException) as caught:  # as checkpoints raise

@@ -1046,11 +1046,11 @@ class TestKeysThatMayNotList:
         model = transformers.GPT2LMHeadModel(config)
         options = {"stream_options": unlisted.arguments}
         save_pretrained(model, "s3://bucket/model#1", **options)
-        loaded = from_pretrained(None, "s3://bucket/model#1", **options)
+        loaded = from_pretrained("s3://bucket/model#1", **options)
         assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
         for name in list(unlisted.objects):
             if name.endswith(".tensors"):
                 del unlisted.objects[name]
         for place in ("s3://bucket/model#1", "s3://bucket/none"):
             with pytest.raises(FileNotFoundError, match=r"403.*may not list"):
-                from_pretrained(None, place, **options)
+                from_pretrained(place, **options)

@@ -63,7 +63,6 @@ class LoadOptions:
     device_map: Any = None
     quantization_config: Any = None
     config: Any = None
-    model_class: Any = None
     strict: bool = True
     verify: bool = False
     encryption: Any = None
@@ -80,7 +79,7 @@ class LoadOptions:
 
     def of_base_model(self) -> LoadOptions:
         """For a model of another folder: nothing that was said about this one's files holds for it."""
-        of_model = ("dtype", "device", "device_map", "quantization_config", "model_class", "model_kwargs")
+        of_model = ("dtype", "device", "device_map", "quantization_config", "model_kwargs")
         of_hub = ("cache", "local_files_only", "token", "allow_pickle")
         return LoadOptions(**{name: getattr(self, name) for name in (*of_model, *of_hub)})
 

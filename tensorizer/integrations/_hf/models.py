@@ -53,7 +53,7 @@ def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any
 
         library_logging.get_logger("transformers").warning_once("`torch_dtype` is deprecated! Use `dtype` instead!")
     config, keywords = find_config(cls, folder, options)
-    builder = model_class_of(cls, config, folder, options)
+    builder = model_class_of(cls, config, folder)
     weights = find_weights(folder, "model", options)
     own_file = None
     if is_quantised_by_torchao(config):
@@ -302,7 +302,7 @@ def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[An
         found = values.get(member)
         if not isinstance(found, (kind, type(None))):
             raise ValueError(f"{folder.label}: {_CONFIG}: expected a {kind.__name__} as {member}, got {found!r:.200}")
-    own = getattr(cls, "config_class", None) or getattr(options.model_class, "config_class", None)
+    own = getattr(cls, "config_class", None)
     if own is None and "auto_map" in values and not _is_native(values):
         raise ValueError(
             f"{folder.label}: its classes are code in the repository ({values['auto_map']}), which is never run; "
@@ -324,7 +324,7 @@ def _is_native(values: dict[str, Any]) -> bool:
     return values.get("model_type") in CONFIG_MAPPING and (not named or hasattr(transformers, str(named[0])))
 
 
-def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+def model_class_of(cls: Any, config: Any, folder: ModelFolder) -> Any:
     """The class, or ``AutoModel...`` class, that builds the model.
 
     Raises:
@@ -332,8 +332,6 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOpti
     """
     import transformers
 
-    if options.model_class is not None:
-        return options.model_class
     if cls is not None:
         return cls
     names = list(map(str, getattr(config, "architectures", None) or []))
@@ -343,9 +341,7 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOpti
             return found
     named = ", ".join(names)
     lacks = f"{named}, which transformers {transformers.__version__} does not have" if named else "no class"
-    raise ValueError(
-        f"{folder.label}: its configuration names {lacks}; pass the class, as the first argument or as model_class="
-    )
+    raise ValueError(f"{folder.label}: its configuration names {lacks}; pass the class as model_class=")
 
 
 @contextlib.contextmanager

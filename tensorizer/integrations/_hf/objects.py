@@ -35,7 +35,7 @@ _OF_PROCESSORS = (
 )
 
 
-def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
+def load(source: Any, cls: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
     """The object of a folder, by the files in it, and the loading information of ``transformers`` models.
 
     Raises:
@@ -110,9 +110,9 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
         )
     if cls is None:
         name = values.get("_class_name")
-        cls = options.model_class or getattr(diffusers, str(name), None)
+        cls = getattr(diffusers, str(name), None)
         if not hasattr(cls, "from_config"):
-            raise ValueError(f"{folder.label}: diffusers has no class {name!s:.200}; pass the class, or model_class=")
+            raise ValueError(f"{folder.label}: diffusers has no class {name!s:.200}; pass it as model_class=")
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
     dtype: Any = models.dtype_of_file(weights) if options.dtype == "auto" else options.dtype
@@ -238,7 +238,7 @@ def _dtype_of(component: str, options: LoadOptions) -> Any:
 def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """A component that has weights; ``None`` for those that the pipeline reads itself."""
     library, class_name = entry
-    plain = dataclasses.replace(options, model_kwargs={}, config=None, model_class=None, old_name_of_dtype=False)
+    plain = dataclasses.replace(options, model_kwargs={}, config=None, old_name_of_dtype=False)
     found = getattr(_module_of(library), class_name, None)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         return None
@@ -283,11 +283,11 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     if not isinstance(named, str) or not named:
         raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
     if cls is not None and not is_of("peft", cls):
-        model, _ = load(cls, named, options.of_base_model())
+        model, _ = load(named, cls, options.of_base_model())
         return load_adapter_into(model, folder, options, "default")
     from peft import get_peft_model
 
-    model, _ = load(None, named, options.of_base_model())
+    model, _ = load(named, None, options.of_base_model())
     return _filled(get_peft_model(model, _config(folder), "default"), folder, options, "default")
 
 
