@@ -290,4 +290,4 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     except (FormatError, StreamError) as error:
         return str(error), 0
     finally:
-        source.rest()
+        source.release()

@@ -72,7 +72,7 @@ void register_cache(py::module_& m) {
                   py::arg("max_nbytes"), py::arg("min_free_nbytes"), py::arg("name"))
       .def_static("check_descriptors", &CacheSource::check_descriptors)
       .def("fill", interruptible(&CacheSource::fill))
-      .def("rest", &CacheSource::rest, unlocked)
+      .def("release", &CacheSource::release, unlocked)
       .def("write_about", &CacheSource::write_about, py::arg("about"))
       .def_property_readonly("key",
                              [](const CacheSource& source) {

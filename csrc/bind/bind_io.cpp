@@ -24,8 +24,8 @@
 namespace tensorizer::bind {
 namespace {
 
-void read(io::RangeSource& source, uint64_t offset, io::Slice into) {
-  const bool brief = into.size() <= load::kBriefNbytes && source.traits().prompt;
+void read(io::RangeSource& source, uint64_t offset, io::Buffer into) {
+  const bool brief = into.size() <= load::kBriefNbytes && source.traits().in_memory;
   run_interruptible(brief ? Where::here : Where::helper_thread,
                     [&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
 }
@@ -41,7 +41,7 @@ void read_into(io::RangeSource& source, uint64_t offset, const py::buffer& buffe
 }
 
 // Whether the bytes are in memory already; copies them then.
-bool copy_from_memory(io::RangeSource& source, uint64_t offset, io::Slice into) {
+bool copy_from_memory(io::RangeSource& source, uint64_t offset, io::Buffer into) {
   const std::byte* const at = source.view(offset, into.size());
   if (at != nullptr) std::copy_n(at, into.size(), into.data());
   return at != nullptr;
@@ -49,7 +49,7 @@ bool copy_from_memory(io::RangeSource& source, uint64_t offset, io::Slice into) 
 
 uint64_t read_up_to(io::RangeSource& source, uint64_t offset, const py::buffer& buffer) {
   const BytesView view(buffer, true);
-  const io::Slice into = view.writable_bytes();
+  const io::Buffer into = view.writable_bytes();
   if (copy_from_memory(source, offset, into)) return into.size();
   return run_interruptible(
       [&](const std::stop_token& stop) { return source.read_up_to(offset, into, stop); });
@@ -64,7 +64,7 @@ void read_into_parallel(io::RangeSource& source, uint64_t offset, const py::buff
 
 py::bytes read_parallel(io::RangeSource& source, uint64_t offset, size_t nbytes) {
   const py::bytes result = new_bytes(nbytes);
-  const io::Slice into = contents(result);
+  const io::Buffer into = contents(result);
   if (copy_from_memory(source, offset, into)) return result;
   run_interruptible(
       [&](const std::stop_token& stop) { io::read_parallel(source, offset, into, stop); });
@@ -147,7 +147,7 @@ void register_io(py::module_& m) {
       .def_property_readonly("bytes_read", &RangeSource::bytes_read)
       .def_property_readonly("concurrency",
                              [](const RangeSource& s) { return s.traits().concurrency; })
-      .def_property_readonly("prompt", [](const RangeSource& s) { return s.traits().prompt; })
+      .def_property_readonly("in_memory", [](const RangeSource& s) { return s.traits().in_memory; })
       .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))
       .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"))
       .def("readinto_parallel", &read_into_parallel, py::arg("offset"), py::arg("buffer"))

@@ -182,11 +182,11 @@ void register_index(py::module_& m) {
       "open_index",
       [](io::RangeSource& source, uint64_t start, bool key_given) {
         const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
-        const bool prompt = source.traits().prompt;
+        const bool in_memory = source.traits().in_memory;
         const load::ContainerHead head = run_interruptible(
-            prompt ? Where::here : Where::helper_thread,
+            in_memory ? Where::here : Where::helper_thread,
             [&](auto& stop) { return load::open_head(source, start, key, stop); });
-        const bool brief = prompt && head.index_nbytes() <= kBriefIndexNbytes;
+        const bool brief = in_memory && head.index_nbytes() <= kBriefIndexNbytes;
         return run_interruptible(brief ? Where::here : Where::helper_thread,
                                  [&](auto& stop) { return load::open_index(source, head, stop); });
       },

@@ -37,7 +37,7 @@ class PythonTransport final : public io::MultipartTransport {
     uploader_.counters.answered.store(true, std::memory_order_relaxed);
   }
 
-  std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
+  std::string put_part(int number, io::ConstBuffer bytes, const std::stop_token& stop) override {
     const io::ResponseHead response = put(number, bytes, stop);
     return etag_of(response, "the answer to part " + std::to_string(number));
   }
@@ -56,7 +56,7 @@ class PythonTransport final : public io::MultipartTransport {
     }
   }
 
-  void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
+  void put_object(io::ConstBuffer bytes, const std::stop_token& stop) override {
     const io::ResponseHead response = put(0, bytes, stop);
     uploader_.places.close();
     etag_of(response, "the answer");
@@ -78,7 +78,7 @@ class PythonTransport final : public io::MultipartTransport {
     return std::string(*etag);
   }
 
-  io::ResponseHead put(int number, io::ConstSlice bytes, const std::stop_token& stop) {
+  io::ResponseHead put(int number, io::ConstBuffer bytes, const std::stop_token& stop) {
     const uint32_t crc32 = digest::crc32(0, bytes);
     io::HttpPut request;
     request.target = [&] {

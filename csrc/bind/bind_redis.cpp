@@ -62,7 +62,7 @@ std::shared_ptr<RedisSource> open_redis(const py::dict& settings, const std::str
 }
 
 void put(RedisWriter& writer, const std::string& key, const py::bytes& value) {
-  const io::ConstSlice bytes = bytes_of(value);
+  const io::ConstBuffer bytes = bytes_of(value);
   run_interruptible([&](const std::stop_token& stop) { writer.put(key, bytes, stop); });
 }
 

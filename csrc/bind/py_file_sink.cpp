@@ -20,7 +20,7 @@ constexpr uint64_t kJoinNbytes = uint64_t{64}
 PyFileSink::PyFileSink(py::object file, std::string name)
     : file_(file), kept_(keep_alive(std::move(file))), name_(std::move(name)) {}
 
-void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstBuffer> buffers,
                           const std::stop_token& stop) {
   std::vector<std::byte> joined;
   auto flush = [&] {
@@ -28,25 +28,25 @@ void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slice
     offset += joined.size();
     joined.clear();
   };
-  for (io::ConstSlice slice : slices) {
-    if (slice.size() < kJoinNbytes) {
-      joined.insert(joined.end(), slice.begin(), slice.end());
+  for (io::ConstBuffer buffer : buffers) {
+    if (buffer.size() < kJoinNbytes) {
+      joined.insert(joined.end(), buffer.begin(), buffer.end());
       if (joined.size() >= kWriteNbytes) flush();
       continue;
     }
     flush();
-    while (!slice.empty()) {
+    while (!buffer.empty()) {
       throw_if_stopped(stop);
-      const io::ConstSlice now = slice.first(std::min<uint64_t>(slice.size(), kWriteNbytes));
+      const io::ConstBuffer now = buffer.first(std::min<uint64_t>(buffer.size(), kWriteNbytes));
       write_locked(offset, now, stop);
       offset += now.size();
-      slice = slice.subspan(now.size());
+      buffer = buffer.subspan(now.size());
     }
   }
   flush();
 }
 
-void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop) {
+void PyFileSink::write_locked(uint64_t offset, io::ConstBuffer from, const std::stop_token& stop) {
   if (from.empty()) return;
   MutexLock lock(mutex_);
   const auto write = [&] {
@@ -85,9 +85,9 @@ void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
   for (uint64_t left = nbytes; left > 0;) {
     const uint64_t n = std::min<uint64_t>(left, buffer.size());
     left -= n;
-    source->read_at(from + left, io::Slice(buffer.data(), n), stop);
+    source->read_at(from + left, io::Buffer(buffer.data(), n), stop);
     if (to + left < from + nbytes) damaged_ = true;  // until all has moved
-    write_locked(to + left, io::ConstSlice(buffer.data(), n), stop);
+    write_locked(to + left, io::ConstBuffer(buffer.data(), n), stop);
   }
   damaged_ = false;
 }

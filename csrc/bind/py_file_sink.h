@@ -20,7 +20,7 @@ class PyFileSink final : public io::RangeSink {
 
   const std::string& name() const noexcept override { return name_; }
   using io::RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+  void write_at(uint64_t offset, std::span<const io::ConstBuffer> buffers,
                 const std::stop_token& stop) override;
   void reserve(uint64_t end) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
@@ -28,7 +28,7 @@ class PyFileSink final : public io::RangeSink {
   void finish(const std::stop_token& /*stop*/) override {}
 
  private:
-  void write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop);
+  void write_locked(uint64_t offset, io::ConstBuffer from, const std::stop_token& stop);
 
   const pybind11::handle file_;
   const std::shared_ptr<void> kept_;  // file_ itself

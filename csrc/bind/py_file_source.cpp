@@ -70,36 +70,36 @@ PyFileSource::PyFileSource(py::object file, std::string name)
       nbytes_(measure(file_)),
       has_readinto_(py::hasattr(file_, "readinto")) {}
 
-void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
+void PyFileSource::read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                            const std::stop_token& stop) {
-  const auto fill = [&](io::Slice into) {
+  const auto fill = [&](io::Buffer into) {
     const uint64_t got = read_up_to(offset, into, stop);
     if (got < into.size())
       io::throw_truncated(name_, offset + got, into.size() - got, offset + got);
     offset += got;
   };
-  const auto is_small = [](io::Slice slice) { return slice.size() < kOwnCallNbytes; };
-  while (!slices.empty()) {
+  const auto is_small = [](io::Buffer buffer) { return buffer.size() < kOwnCallNbytes; };
+  while (!buffers.empty()) {
     const auto small =
-        static_cast<size_t>(std::ranges::find_if_not(slices, is_small) - slices.begin());
+        static_cast<size_t>(std::ranges::find_if_not(buffers, is_small) - buffers.begin());
     if (small < 2) {
-      fill(slices[0]);
-      slices = slices.subspan(1);
+      fill(buffers[0]);
+      buffers = buffers.subspan(1);
       continue;
     }
     // One call, then a copy, is cheaper than a call each.
-    std::vector<std::byte> joined(io::total_nbytes(slices.first(small)));
+    std::vector<std::byte> joined(io::total_nbytes(buffers.first(small)));
     fill(joined);
-    io::ScatterCursor(slices.first(small)).put(joined);
-    slices = slices.subspan(small);
+    io::ScatterCursor(buffers.first(small)).put(joined);
+    buffers = buffers.subspan(small);
   }
 }
 
-uint64_t PyFileSource::read_up_to(uint64_t offset, io::Slice into, const std::stop_token& stop) {
+uint64_t PyFileSource::read_up_to(uint64_t offset, io::Buffer into, const std::stop_token& stop) {
   uint64_t done = 0;
   while (done < into.size()) {
     throw_if_stopped(stop);
-    const io::Slice now =
+    const io::Buffer now =
         into.subspan(done).first(std::min<uint64_t>(into.size() - done, kReadNbytes));
     const uint64_t got = read_locked(offset + done, now, stop);
     done += got;
@@ -108,7 +108,7 @@ uint64_t PyFileSource::read_up_to(uint64_t offset, io::Slice into, const std::st
   return done;
 }
 
-uint64_t PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop) {
+uint64_t PyFileSource::read_locked(uint64_t offset, io::Buffer into, const std::stop_token& stop) {
   const uint64_t begin = offset;
   MutexLock lock(mutex_);
   const auto fill = [&] {
@@ -128,7 +128,7 @@ uint64_t PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::s
   return offset - begin;
 }
 
-size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {
+size_t PyFileSource::read_some(uint64_t offset, io::Buffer into) {
   if (has_readinto_) {
     const std::optional<size_t> got = call_with_view(
         file_.attr("readinto"),

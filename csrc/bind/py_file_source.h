@@ -44,17 +44,17 @@ class PyFileSource final : public io::RangeSource {
   std::optional<uint64_t> size() const override { return nbytes_; }
   io::SourceTraits traits() const override { return {.gap_nbytes = 4096, .sequential = true}; }
   using io::RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+  void read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                const std::stop_token& stop) override;
-  uint64_t read_up_to(uint64_t offset, io::Slice into, const std::stop_token& stop) override;
+  uint64_t read_up_to(uint64_t offset, io::Buffer into, const std::stop_token& stop) override;
   uint64_t bytes_read() const noexcept override {
     return bytes_read_.load(std::memory_order_relaxed);
   }
 
  private:
   // Returns the bytes read, fewer only at the end of the file.
-  uint64_t read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop);
-  size_t read_some(uint64_t offset, io::Slice into);
+  uint64_t read_locked(uint64_t offset, io::Buffer into, const std::stop_token& stop);
+  size_t read_some(uint64_t offset, io::Buffer into);
 
   const pybind11::handle file_;
   const std::shared_ptr<void> kept_;  // file_ itself

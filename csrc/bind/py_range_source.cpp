@@ -6,10 +6,10 @@
 
 namespace tensorizer::bind {
 
-void PyRangeSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
+void PyRangeSource::read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                             const std::stop_token& stop) {
   throw_if_stopped(stop);
-  const uint64_t wanted = io::total_nbytes(slices);
+  const uint64_t wanted = io::total_nbytes(buffers);
   if (wanted == 0) return;
   if (offset > nbytes_ || wanted > nbytes_ - offset)
     io::throw_truncated(name_, offset, wanted, nbytes_);
@@ -22,7 +22,7 @@ void PyRangeSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
     const auto found = static_cast<uint64_t>(info.size * info.itemsize);
     if (found != wanted) io::throw_truncated(name_, offset, wanted, offset + found);
     const InterpreterUnlock unlocked;
-    io::ScatterCursor(slices).put({static_cast<const std::byte*>(info.ptr), wanted});
+    io::ScatterCursor(buffers).put({static_cast<const std::byte*>(info.ptr), wanted});
   });
   bytes_read_ += wanted;
 }

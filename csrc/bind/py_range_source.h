@@ -24,7 +24,7 @@ class PyRangeSource final : public io::RangeSource {
   std::optional<uint64_t> size() const override { return nbytes_; }
   io::SourceTraits traits() const override { return traits_; }
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+  void read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                const std::stop_token& stop) override;
   uint64_t bytes_read() const noexcept override { return bytes_read_.load(); }
 

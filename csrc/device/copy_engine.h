@@ -90,15 +90,15 @@ class Copier {
 };
 
 // The next buffer of a copier. `release` is called before the copier's oldest buffer may be used
-// again, `before_line` before the thread waits in line.
+// again, `before_blocking` before the thread waits in line.
 template <class Release>
 std::span<std::byte> next_buffer(Copier& copier, const std::stop_token& stop, Release&& release,
-                                 const std::function<void()>& before_line = {}) {
+                                 const std::function<void()>& before_blocking = {}) {
   for (;;) {
     const std::span<std::byte> buffer = copier.try_acquire();
     if (!buffer.empty()) return buffer;
     release();
-    if (before_line && !copier.has_in_use()) before_line();
+    if (before_blocking && !copier.has_in_use()) before_blocking();
     copier.wait(stop);
   }
 }

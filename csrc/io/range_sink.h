@@ -14,7 +14,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "io/slices.h"
+#include "io/buffers.h"
 
 namespace tensorizer::io {
 
@@ -59,13 +59,13 @@ class RangeSink {
   // throw Errc::io when it is already certain that the room is missing.
   virtual void reserve(uint64_t /*end*/) {}
 
-  // Writes the concatenation of `slices` at `offset`. Returns when the caller's memory is no longer
-  // needed.
-  virtual void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+  // Writes the concatenation of `buffers` at `offset`. Returns when the caller's memory is no
+  // longer needed.
+  virtual void write_at(uint64_t offset, std::span<const ConstBuffer> buffers,
                         const std::stop_token& stop) = 0;
 
-  void write_at(uint64_t offset, ConstSlice from, const std::stop_token& stop) {
-    write_at(offset, std::span<const ConstSlice>(&from, 1), stop);
+  void write_at(uint64_t offset, ConstBuffer from, const std::stop_token& stop) {
+    write_at(offset, std::span<const ConstBuffer>(&from, 1), stop);
   }
 
   // Calls `fill` with memory of the sink for the bytes [offset, offset + nbytes), all of which it
@@ -73,7 +73,7 @@ class RangeSink {
   // call: there is no such memory in one piece, and write_at() does it. REQUIRES: `fill` throws
   // nothing.
   virtual bool fill_at(uint64_t /*offset*/, uint64_t /*nbytes*/,
-                       const std::function<void(Slice)>& /*fill*/,
+                       const std::function<void(Buffer)>& /*fill*/,
                        const std::stop_token& /*stop*/) {
     return false;
   }
@@ -85,7 +85,7 @@ class RangeSink {
 
   // True: relocate() copies into a new file, the published one stays as it is until the next
   // publish(), and undo_relocate() goes back to it.
-  virtual bool relocates_aside() const noexcept { return false; }
+  virtual bool relocates_to_new_file() const noexcept { return false; }
   virtual void undo_relocate() noexcept {}
 
   // Returns when everything that was written before the call is on the disk, so that a crash of the
@@ -99,7 +99,7 @@ class RangeSink {
   virtual bool may_wait(uint64_t /*nbytes*/) const noexcept { return false; }
 
   // True where writing and publishing some KiB takes no longer than waking a thread for it.
-  virtual bool prompt() const noexcept { return false; }
+  virtual bool in_memory() const noexcept { return false; }
 
   // [start, end) is complete and consistent now: make it readable by others (flush, sync, rename,
   // as the sink does).

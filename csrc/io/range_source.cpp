@@ -16,7 +16,7 @@ void throw_truncated(const std::string& name, uint64_t offset, uint64_t nbytes,
               name, offset);
 }
 
-uint64_t RangeSource::read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) {
+uint64_t RangeSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {
   const auto end = size();
   if (!end) throw Error(Errc::io, name() + ": its size is unknown", name());
   if (offset >= *end) return 0;
@@ -33,7 +33,7 @@ void drop_damaged_copy(RangeSource& source, const Error& error) {
   throw longer;
 }
 
-void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::stop_token& stop) {
+void read_parallel(RangeSource& source, uint64_t offset, Buffer into, const std::stop_token& stop) {
   source.begin_load(into.size(), stop);
   const SourceTraits traits = source.traits();
   const uint64_t unit = std::max<uint64_t>(1, traits.unit_nbytes);

@@ -16,7 +16,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "io/slices.h"
+#include "io/buffers.h"
 
 namespace tensorizer::io {
 
@@ -34,13 +34,13 @@ struct SourceTraits {
   // pass (an HTTP server without ranges, a file object that unpacks what it reads).
   bool sequential = false;
   // True when reads are answered from memory: a small one costs less than waking a thread for it.
-  bool prompt = false;
+  bool in_memory = false;
   // True when a read needs no copy where bytes go to the same place in a page of memory as they
   // have in a page of the source (kPageNbytes).
   bool direct = false;
   // True when the answer to a read comes from another machine: whoever reads waits, and others may
   // use what he does not need yet.
-  bool waits = false;
+  bool remote = false;
 };
 
 // "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are expected"
@@ -60,27 +60,27 @@ class RangeSource {
 
   virtual SourceTraits traits() const = 0;
 
-  // Fills `slices`, in order, with the consecutive bytes that start at `offset`.
-  // Throws Error: truncated, io, not_found, cancelled. After an exception the slices' contents are
+  // Fills `buffers`, in order, with the consecutive bytes that start at `offset`.
+  // Throws Error: truncated, io, not_found, cancelled. After an exception the buffers' contents are
   // undefined, and nothing writes to them any more.
-  virtual void read_at(uint64_t offset, std::span<const Slice> slices,
+  virtual void read_at(uint64_t offset, std::span<const Buffer> buffers,
                        const std::stop_token& stop) = 0;
 
-  void read_at(uint64_t offset, Slice into, const std::stop_token& stop) {
-    read_at(offset, std::span<const Slice>(&into, 1), stop);
+  void read_at(uint64_t offset, Buffer into, const std::stop_token& stop) {
+    read_at(offset, std::span<const Buffer>(&into, 1), stop);
   }
 
   // The same, by sources that wait for another machine: `progress` is called now and then, by this
   // thread, with how many bytes from `offset` on are in place. It may throw.
   using Progress = std::function<void(uint64_t nbytes)>;
-  virtual void read_telling(uint64_t offset, std::span<const Slice> slices,
+  virtual void read_telling(uint64_t offset, std::span<const Buffer> buffers,
                             const std::stop_token& stop, const Progress& /*progress*/) {
-    read_at(offset, slices, stop);
+    read_at(offset, buffers, stop);
   }
 
   // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.
   // This is how a source of unknown size is read whole.
-  virtual uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
+  virtual uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop);
 
   // Called before the streams of traits() are read: until the result is destroyed, the source keeps
   // for each of them what makes it fast.
@@ -118,6 +118,6 @@ void drop_damaged_copy(RangeSource& source, const Error& error);
 
 // Fills `into` with the bytes from `offset` on, in units of the source's liking on as many threads
 // as it finds useful: for callers that have no load session.
-void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::stop_token& stop);
+void read_parallel(RangeSource& source, uint64_t offset, Buffer into, const std::stop_token& stop);
 
 }  // namespace tensorizer::io

@@ -93,7 +93,7 @@ class ConcurrentLoads {
     size_t units = 0;
     for (const LoadSession* session : pool.sessions) {
       const unsigned useful = useful_workers(*session);
-      if (session->source.traits().waits) {
+      if (session->source.traits().remote) {
         unsigned& of_source = waiting[&session->source];
         of_source = std::max(of_source, useful);
         if (session->options.engine != nullptr)
@@ -122,7 +122,7 @@ class ConcurrentLoads {
     std::vector<UnitsOfLoad> loads;
     loads.reserve(pool.sessions.size());
     for (const LoadSession* session : pool.sessions)
-      loads.push_back({session->plan.units, &session->source, session->source.traits().waits});
+      loads.push_back({session->plan.units, &session->source, session->source.traits().remote});
     pool.order = order_units(loads);
   }
 

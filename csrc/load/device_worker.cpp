@@ -22,7 +22,7 @@ class DeviceLoad : private UnitStages {
         before_blocking_(std::move(before_blocking)),
         copier_(session.options.engine->make_copier(session.cipher != nullptr)) {
     const io::SourceTraits traits = session.source.traits();
-    remote_ = traits.waits && !traits.sequential;
+    remote_ = traits.remote && !traits.sequential;
     if (remote_) read_buffers_.resize(session.read_buffers);
   }
 
@@ -208,12 +208,12 @@ class DeviceLoad : private UnitStages {
     const io::SourceTraits traits = session_.source.traits();
     if (session_.cipher) {
       if (const std::byte* there = session_.source.view(unit.offset, unit.nbytes)) return there;
-      if (!traits.waits && !traits.sequential) {
+      if (!traits.remote && !traits.sequential) {
         in_buffer_ = 0;
         return buffer_.data() + unit_begin_;
       }
     }
-    const io::Slice into = buffer_.subspan(unit_begin_, unit.nbytes);
+    const io::Buffer into = buffer_.subspan(unit_begin_, unit.nbytes);
     session_.source.read_at(unit.offset, into, stop_);
     return into.data();
   }

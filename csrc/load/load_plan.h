@@ -35,9 +35,9 @@ struct Piece {
 struct Unit {
   // How the bytes of a plain unit are best read to host memory.
   enum class Read : uint8_t {
-    scattered,  // by one read, each run to its place
-    image,      // by one read to memory of ours, from where runs are copied
-    apart,      // run by run
+    scattered,       // by one read, each run to its place
+    image,           // by one read to memory of ours, from where runs are copied
+    separate_reads,  // run by run
   };
   Read read = Read::scattered;
   uint32_t first_piece = 0;

@@ -34,7 +34,7 @@ void read_on(io::RangeSource& source, ContainerHead& head, uint64_t nbytes, uint
   const uint64_t have = head.bytes.size();
   if (wanted <= have) return;
   head.bytes.resize(wanted);
-  source.read_at(head.start + have, io::Slice(head.bytes).subspan(have), stop);
+  source.read_at(head.start + have, io::Buffer(head.bytes).subspan(have), stop);
 }
 
 std::vector<std::byte> read_block(io::RangeSource& source, const ContainerHead& head,
@@ -51,7 +51,7 @@ std::vector<std::byte> read_block(io::RangeSource& source, const ContainerHead& 
   std::vector<std::byte> block(begin.begin(), begin.end());
   block.resize(wanted);
   if (begin.size() < wanted)
-    source.read_at(offset + begin.size(), io::Slice(block).subspan(begin.size()), stop);
+    source.read_at(offset + begin.size(), io::Buffer(block).subspan(begin.size()), stop);
   return block;
 }
 

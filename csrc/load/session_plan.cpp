@@ -93,7 +93,7 @@ LoadPlan plan_whole(const LoadSession& session) {
   const unsigned workers = useful_workers(session);
   const size_t lanes = digest::Sha256::lanes();
   // Hashing takes longer than reading: as many chains as there are lanes, and soon.
-  bool fills_lanes = options.verify && traits.prompt;
+  bool fills_lanes = options.verify && traits.in_memory;
   PlanOptions plan;
   plan.unit_nbytes = unit_nbytes(session);
   plan.gap_nbytes = traits.gap_nbytes;
@@ -126,7 +126,7 @@ LoadPlan plan_parts(const LoadSession& session) {
   SlicePlanOptions plan;
   plan.unit_nbytes = unit_nbytes(session);
   const std::optional<uint64_t>& wanted = session.options.gap_nbytes;
-  if (traits.prompt) {
+  if (traits.in_memory) {
     plan.run_gap_nbytes = wanted.value_or(kCachedRunGapNbytes);
     plan.part_gap_nbytes = wanted.value_or(kCachedPartGapNbytes);
   } else {
@@ -151,12 +151,12 @@ LoadPlan plan_parts(const LoadSession& session) {
 bool is_brief_plan(const LoadSession& session) {
   const device::CopyEngine* const engine = session.options.engine;
   const bool waits = engine != nullptr && !engine->is_ready();
-  if (!session.source.traits().prompt || session.has_crypt_info() || waits ||
+  if (!session.source.traits().in_memory || session.has_crypt_info() || waits ||
       session.plan.units.size() > kBriefUnits)
     return false;
   uint64_t total = 0;
   for (const Unit& unit : session.plan.units)
-    total += unit.read == Unit::Read::apart ? unit.placed_nbytes : unit.nbytes;
+    total += unit.read == Unit::Read::separate_reads ? unit.placed_nbytes : unit.nbytes;
   return total <= kBriefNbytes;
 }
 

@@ -15,7 +15,7 @@ constexpr uint64_t kLongRunNbytes = 512;
 // Bytes of one part, all of which lie in [begin, end) of the source.
 struct Segment {
   uint32_t part = 0;
-  bool apart = false;  // its runs are too far from each other to be read together
+  bool separate_reads = false;  // its runs are too far from each other to be read together
   uint64_t begin = 0, end = 0;
   uint64_t place = 0, nbytes = 0;
 };
@@ -54,7 +54,7 @@ class Cutter {
     const uint64_t run = part_.runs.run_nbytes;
     const bool far = count > 1 && stride - run > gap_nbytes_;
     if (far && cell_nbytes_ == 0 && run <= options_.unit_nbytes)
-      return add_apart(at, count, stride);
+      return add_separate(at, count, stride);
     while (count > 0) {
       if (open_ && (at - segment_.end > gap_nbytes_ || at >= limit_)) close();
       if (!open_) open(at);
@@ -92,7 +92,7 @@ class Cutter {
     }
   }
 
-  void add_apart(uint64_t at, uint64_t count, uint64_t stride) {
+  void add_separate(uint64_t at, uint64_t count, uint64_t stride) {
     close();
     const uint64_t run = part_.runs.run_nbytes;
     const uint64_t most =
@@ -100,7 +100,7 @@ class Cutter {
     while (count > 0) {
       const uint64_t n = std::min(count, most);
       open(at);
-      segment_.apart = n > 1;
+      segment_.separate_reads = n > 1;
       extend(at + (n - 1) * stride + run, n * run);
       close();
       at += n * stride;
@@ -113,7 +113,7 @@ class Cutter {
     segment_.begin = segment_.end = at;
     segment_.place = place_;
     segment_.nbytes = 0;
-    segment_.apart = false;
+    segment_.separate_reads = false;
     limit_ = cell_nbytes_ == 0
                  ? at + options_.unit_nbytes
                  : part_.payload + align_down(at - part_.payload, cell_nbytes_) + cell_nbytes_;
@@ -164,9 +164,9 @@ class Joiner {
 
  private:
   bool joins(const Segment& segment, const SlicePart& part, uint64_t begin, uint64_t end) const {
-    if (plan_.units.empty() || segment.apart) return false;
+    if (plan_.units.empty() || segment.separate_reads) return false;
     const Unit& unit = plan_.units.back();
-    if (unit.read == Unit::Read::apart ||
+    if (unit.read == Unit::Read::separate_reads ||
         unit.placed_nbytes + segment.nbytes > options_.unit_nbytes)
       return false;
     const uint64_t unit_end = unit.offset + unit.nbytes;
@@ -183,9 +183,10 @@ class Joiner {
   }
 
   void start(const Segment& segment, uint64_t begin) {
-    plan_.units.push_back({.read = segment.apart ? Unit::Read::apart : Unit::Read::scattered,
-                           .first_piece = static_cast<uint32_t>(plan_.pieces.size()),
-                           .offset = begin});
+    plan_.units.push_back(
+        {.read = segment.separate_reads ? Unit::Read::separate_reads : Unit::Read::scattered,
+         .first_piece = static_cast<uint32_t>(plan_.pieces.size()),
+         .offset = begin});
     last_end_ = begin;
   }
 

@@ -28,11 +28,11 @@ std::vector<NumberedUnit> order_units(std::span<const UnitsOfLoad> loads) {
     count += loads[load].units.size();
     if (taken[load]) continue;
     Stream own;
-    Stream& stream = loads[load].waits ? waiting : own;
+    Stream& stream = loads[load].remote ? waiting : own;
     const size_t begin = stream.units.size();
     // Loads of one source that waits are read as one.
-    for (uint32_t same = load; same < (loads[load].waits ? loads.size() : load + 1); ++same) {
-      if (!loads[same].waits && same != load) continue;
+    for (uint32_t same = load; same < (loads[load].remote ? loads.size() : load + 1); ++same) {
+      if (!loads[same].remote && same != load) continue;
       if (loads[same].source != loads[load].source) continue;
       taken[same] = true;
       const size_t middle = stream.units.size();
@@ -45,7 +45,7 @@ std::vector<NumberedUnit> order_units(std::span<const UnitsOfLoad> loads) {
                            return unit_of(a).offset < unit_of(b).offset;
                          });
     }
-    if (!loads[load].waits) streams.push_back(std::move(own));
+    if (!loads[load].remote) streams.push_back(std::move(own));
   }
   streams.push_back(std::move(waiting));
   for (Stream& stream : streams)

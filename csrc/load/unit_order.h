@@ -16,7 +16,7 @@ namespace tensorizer::load {
 struct UnitsOfLoad {
   std::span<const Unit> units;
   const void* source = nullptr;
-  bool waits = false;
+  bool remote = false;
 };
 
 struct NumberedUnit {

@@ -5,15 +5,16 @@ namespace tensorizer::load {
 const std::byte* UnitStages::read_image(const Unit& unit) {
   if (const std::byte* there = session_.source.view(unit.offset, unit.nbytes)) return there;
   grow_image(unit.nbytes + kPageNbytes);
-  const io::Slice into(image_.get() + place_in_page(unit, 0, bytes_of(image_).size()), unit.nbytes);
+  const io::Buffer into(image_.get() + place_in_page(unit, 0, bytes_of(image_).size()),
+                        unit.nbytes);
   session_.source.read_at(unit.offset, into, stop_);
   return into.data();
 }
 
 void UnitStages::read_to_places(const Unit& unit, std::span<const Piece> pieces) {
-  if (unit.read != Unit::Read::apart) return read_scattered(unit, pieces);
+  if (unit.read != Unit::Read::separate_reads) return read_scattered(unit, pieces);
   for_each_stretch(unit, pieces, [&](size_t, uint64_t begin, std::byte* to, uint64_t nbytes) {
-    session_.source.read_at(begin, io::Slice(to, nbytes), stop_);
+    session_.source.read_at(begin, io::Buffer(to, nbytes), stop_);
   });
 }
 
@@ -37,26 +38,26 @@ void UnitStages::for_each_stretch(const Unit& unit, std::span<const Piece> piece
 
 void UnitStages::read_scattered(const Unit& unit, std::span<const Piece> pieces) {
   give_room(unit, pieces);
-  uint64_t begin = 0, end = 0;  // of what the slices cover
+  uint64_t begin = 0, end = 0;  // of what the buffers cover
   const auto flush = [&] {
-    if (!slices_.empty()) session_.source.read_at(begin, slices_, stop_);
-    slices_.clear();
+    if (!buffers_.empty()) session_.source.read_at(begin, buffers_, stop_);
+    buffers_.clear();
   };
   for_each_stretch(unit, pieces, [&](size_t i, uint64_t at, std::byte* to, uint64_t nbytes) {
     if (pieces[i].kind == Piece::Kind::payload && session_.targets[pieces[i].target].in_place)
       return flush();
-    if (slices_.empty()) {
+    if (buffers_.empty()) {
       begin = at;
     } else if (at > end) {
-      slices_.emplace_back(image_.get(), at - end);
+      buffers_.emplace_back(image_.get(), at - end);
     }
-    slices_.emplace_back(to, nbytes);
+    buffers_.emplace_back(to, nbytes);
     end = at + nbytes;
   });
   flush();
 }
 
-// Places for headers, and memory for the longest gap, before any slice points there.
+// Places for headers, and memory for the longest gap, before any buffer points there.
 void UnitStages::give_room(const Unit& unit, std::span<const Piece> pieces) {
   uint64_t headers = 0, gap = 0, end = unit.offset;
   for_each_stretch(unit, pieces, [&](size_t i, uint64_t at, std::byte*, uint64_t nbytes) {

@@ -97,7 +97,7 @@ class UnitStages {
   void load_straddling(uint32_t record, std::span<std::byte> bytes, Added&& added) {
     {
       const MutexLock lock(session_.out_of_order);
-      session_.source.read_at(session_.entry_of(record).data_offset, io::Slice(bytes), stop_);
+      session_.source.read_at(session_.entry_of(record).data_offset, io::Buffer(bytes), stop_);
     }
     open_chunks_of(record, 0, bytes, bytes.data());
     if (!session_.digester) return;
@@ -125,7 +125,7 @@ class UnitStages {
     if (nbytes > bytes_of(image_).size()) image_ = allocate_pages(nbytes);
   }
 
-  std::vector<io::Slice> slices_;
+  std::vector<io::Buffer> buffers_;
   std::vector<std::byte> headers_;
   Pages image_;  // of a unit as it is in the source; or what gaps are read to
   Pages plain_;  // chunks of parts

@@ -16,7 +16,8 @@ namespace {
 
 constexpr unsigned kMostWorkers = 16;  // each holds a unit
 
-using UseBytes = std::function<void(uint64_t offset, io::ConstSlice bytes, const std::stop_token&)>;
+using UseBytes =
+    std::function<void(uint64_t offset, io::ConstBuffer bytes, const std::stop_token&)>;
 
 class Reader final : public UnitWorker {
  public:
@@ -26,7 +27,7 @@ class Reader final : public UnitWorker {
   void process(size_t unit) override {
     const uint64_t offset = unit * kUnitNbytes;
     buffer_.resize(std::min(kUnitNbytes, total_ - offset));
-    source_.read_at(offset, io::Slice(buffer_), stop_);
+    source_.read_at(offset, io::Buffer(buffer_), stop_);
     use_(offset, buffer_, stop_);
   }
 
@@ -55,8 +56,8 @@ uint64_t read_all(io::RangeSource& source, unsigned workers, const std::stop_tok
   std::vector<std::byte> buffer(std::min(kUnitNbytes, source.size().value_or(kUnitNbytes)));
   for (uint64_t offset = 0;;) {
     throw_if_stopped(stop);
-    const uint64_t got = source.read_up_to(offset, io::Slice(buffer), stop);
-    if (got > 0) use(offset, io::ConstSlice(buffer).first(got), stop);
+    const uint64_t got = source.read_up_to(offset, io::Buffer(buffer), stop);
+    if (got > 0) use(offset, io::ConstBuffer(buffer).first(got), stop);
     offset += got;
     if (got < buffer.size() || offset == source.size()) return offset;
   }
@@ -72,7 +73,7 @@ uint64_t copy_bytes(io::RangeSource& source, io::RangeSink& sink, std::atomic<ui
                         : sink.places() > 0 ? std::min(kMostWorkers, sink.places())
                                             : kMostWorkers;
   return read_all(source, std::min(wanted, most), stop,
-                  [&](uint64_t offset, io::ConstSlice bytes, const std::stop_token& token) {
+                  [&](uint64_t offset, io::ConstBuffer bytes, const std::stop_token& token) {
                     sink.write_at(offset, bytes, token);
                     done.fetch_add(bytes.size(), std::memory_order_relaxed);
                   });
@@ -83,7 +84,7 @@ digest::Sha256Digest sha256_of(io::RangeSource& source, std::atomic<uint64_t>& d
   digest::Sha256 sha256;
   Turns turns;
   read_all(source, 2, stop,
-           [&](uint64_t offset, io::ConstSlice bytes, const std::stop_token& token) {
+           [&](uint64_t offset, io::ConstBuffer bytes, const std::stop_token& token) {
              const Turns::Turn turn(turns, offset / kUnitNbytes, token);
              sha256.update(bytes);
              done.fetch_add(bytes.size(), std::memory_order_relaxed);

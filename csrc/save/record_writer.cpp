@@ -126,7 +126,7 @@ struct Shared {
     if (header.sha256_at != 0)
       std::ranges::copy(digests.sha256, header.bytes.data() + header.sha256_at);
     if (plan.steps[record] > 0 && !header.bytes.empty() && !sink.in_order())
-      sink.write_at(planned.offset, io::ConstSlice(header.bytes), stop);
+      sink.write_at(planned.offset, io::ConstBuffer(header.bytes), stop);
   }
 
   // All that a unit writes, but for headers of records that are in steps: those are where their
@@ -270,14 +270,14 @@ class Worker final : public UnitWorker {
       at += nbytes;
     }
     shared_.digester.add_whole(whole);
-    std::vector<io::ConstSlice> slices;
+    std::vector<io::ConstBuffer> buffers;
     at = 0;
     for (const RecordDigester::Whole& record : whole) {
-      slices.emplace_back(job_.records[record.record].header.bytes);
-      slices.push_back(stored_bytes(record.record, at, record.bytes));
+      buffers.emplace_back(job_.records[record.record].header.bytes);
+      buffers.push_back(stored_bytes(record.record, at, record.bytes));
       at += record.bytes.size();
     }
-    shared_.sink.write_at(job_.records[unit.first].offset, slices, stop_);
+    shared_.sink.write_at(job_.records[unit.first].offset, buffers, stop_);
   }
 
   void write_step(const Unit& unit) {
@@ -286,7 +286,7 @@ class Worker final : public UnitWorker {
     if (record.encrypted) {
       write_sealed(record, unit.offset, plain);
     } else if (shared_.sink.in_order() && unit.step == 0) {
-      const std::array<io::ConstSlice, 2> both{io::ConstSlice(record.header.bytes), plain};
+      const std::array<io::ConstBuffer, 2> both{io::ConstBuffer(record.header.bytes), plain};
       shared_.sink.write_at(record.offset, both, stop_);
     } else {
       shared_.sink.write_at(record.data_offset() + unit.offset, plain, stop_);
@@ -297,7 +297,7 @@ class Worker final : public UnitWorker {
   }
 
   // What the file holds of a whole payload: itself, or its ciphertext, made at `at` of a buffer.
-  io::ConstSlice stored_bytes(uint32_t record, uint64_t at, std::span<const std::byte> plain) {
+  io::ConstBuffer stored_bytes(uint32_t record, uint64_t at, std::span<const std::byte> plain) {
     if (!job_.records[record].encrypted) return plain;
     cipher_.resize(buffer_.size());
     const std::span<std::byte> cipher(cipher_.data() + at, plain.size());
@@ -312,10 +312,10 @@ class Worker final : public UnitWorker {
   void write_sealed(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain) {
     for_each_chunk(plain, [&](uint64_t done, std::span<const std::byte> chunk) {
       const uint64_t at = record.data_offset() + offset + done;
-      const auto seal = [&](io::Slice room) { seal_chunk(record, offset + done, chunk, room); };
+      const auto seal = [&](io::Buffer room) { seal_chunk(record, offset + done, chunk, room); };
       if (shared_.sink.fill_at(at, chunk.size(), seal, stop_)) return;
       cipher_.resize(buffer_.size());
-      const io::Slice room = std::span(cipher_).first(chunk.size());
+      const io::Buffer room = std::span(cipher_).first(chunk.size());
       seal(room);
       shared_.sink.write_at(at, room, stop_);
     });

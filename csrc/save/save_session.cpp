@@ -90,7 +90,7 @@ bool SaveSession::is_brief(std::span<const TensorToWrite> tensors, bool growing)
       (tagged == head_.prologue.tagged_entries() &&
        index_nbytes_with(tensors, tagged) + annex_nbytes_with(tensors.size(), {}) <= head_.room);
   return nbytes <= kBriefNbytes && fits &&
-         (sink_->prompt() || (growing && sink_->may_wait(waiting_nbytes() + nbytes)));
+         (sink_->in_memory() || (growing && sink_->may_wait(waiting_nbytes() + nbytes)));
 }
 
 bool SaveSession::call_is_brief() const noexcept { return call_ && call_->brief; }
@@ -125,14 +125,14 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     call->tensors = std::move(tensors);
     make_room(*call, growing, stop);
     place_records(*call);
-    call->may_wait = growing && published_end_ > 0 && !aside_ &&
+    call->may_wait = growing && published_end_ > 0 && !moved_by_ &&
                      (sink_->may_wait(call->records_end - published_end_) ||
-                      (published_annex_ && sink_->relocates_aside()));
+                      (published_annex_ && sink_->relocates_to_new_file()));
     sink_->reserve_head(start_ + format::kPrologueNbytes + head_.room);
     sink_->reserve(call->records_end + kEndMarkNbytes);
     if (sink_->in_order()) {
       take_entries(*call);
-      write_head(Way::first, stop);
+      write_head(Publish::create, stop);
       call->has_head = true;
     }
   } catch (...) {
@@ -183,7 +183,7 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
     return;
   }
   // An index whose entries change their form is not written over the published one.
-  const bool anew = tagged != head_.prologue.tagged_entries() && sink_->relocates_aside();
+  const bool anew = tagged != head_.prologue.tagged_entries() && sink_->relocates_to_new_file();
   if (anew || needed > head_.room)
     relayout(call, std::max(head_.room, index_room(needed, true)), stop);
 }
@@ -192,8 +192,8 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
 // before anything new is written.
 void SaveSession::relayout(Call& call, uint64_t room, const std::stop_token& stop) {
   move_content(room - head_.room, stop);
-  if (aside_) return;
-  unfinished_ = Way::in_place;  // the head describes what is no longer there
+  if (moved_by_) return;
+  unfinished_ = Publish::in_place;  // the head describes what is no longer there
   call.before = head_;
   publish(stop);
   call.before = head_;
@@ -204,7 +204,7 @@ void SaveSession::relayout(Call& call, uint64_t room, const std::stop_token& sto
 void SaveSession::move_content(uint64_t distance, const std::stop_token& stop) {
   const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
   sink_->relocate(begin, head_.end - begin, begin + distance, stop);
-  if (sink_->relocates_aside()) aside_ = distance;
+  if (sink_->relocates_to_new_file()) moved_by_ = distance;
   move_records(distance);
 }
 
@@ -321,20 +321,20 @@ void SaveSession::digest_headers(const Call& call) {
 }
 
 // An annex lies where further entries would go, and has a digest of all of them.
-SaveSession::Way SaveSession::way() const noexcept {
-  if (published_end_ == 0) return Way::first;
-  if (aside_) return Way::aside;
-  if (head_.indexed && unfinished_ != Way::in_place && !published_annex_ && !has_annex())
-    return Way::append;
-  return sink_->relocates_aside() ? Way::aside : Way::in_place;
+SaveSession::Publish SaveSession::how_to_publish() const noexcept {
+  if (published_end_ == 0) return Publish::create;
+  if (moved_by_) return Publish::replace;
+  if (head_.indexed && unfinished_ != Publish::in_place && !published_annex_ && !has_annex())
+    return Publish::append;
+  return sink_->relocates_to_new_file() ? Publish::replace : Publish::in_place;
 }
 
 void SaveSession::publish(const std::stop_token& stop) {
-  Way how = way();
-  if (how == Way::aside && !aside_ && !copies_aside(stop)) how = Way::in_place;
+  Publish how = how_to_publish();
+  if (how == Publish::replace && !moved_by_ && !copies_to_new_file(stop)) how = Publish::in_place;
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
-  sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
-  if (how == Way::append) {
+  sink_->write_at(head_.end, io::ConstBuffer(end_mark), stop);
+  if (how == Publish::append) {
     write_new_entries(stop);
   } else if (!sink_->in_order()) {
     write_head(how, stop);
@@ -344,13 +344,13 @@ void SaveSession::publish(const std::stop_token& stop) {
   published_prologue_ = stored_prologue();
   published_annex_ = has_annex();
   unfinished_.reset();
-  aside_.reset();
+  moved_by_.reset();
 }
 
 // A copy of all records beside them. False where a full disk has no room for it: what earlier calls
 // have written is then shown by writing over the head that is there, though a power cut in the
 // middle of that would damage it.
-bool SaveSession::copies_aside(const std::stop_token& stop) {
+bool SaveSession::copies_to_new_file(const std::stop_token& stop) {
   try {
     move_content(0, stop);
     return true;
@@ -379,17 +379,17 @@ void SaveSession::write_new_entries(const std::stop_token& stop) {
   for (size_t i = head_.written; i < entries_.size(); ++i) {
     format::append_index_entry(bytes, entries_[i].view(), head_.prologue.tagged_entries());
   }
-  sink_->write_at(start_ + format::kPrologueNbytes + head_.written_nbytes, io::ConstSlice(bytes),
+  sink_->write_at(start_ + format::kPrologueNbytes + head_.written_nbytes, io::ConstBuffer(bytes),
                   stop);
   sink_->barrier(stop);
-  unfinished_ = Way::append;
-  sink_->write_at(start_, io::ConstSlice(stored_prologue()), stop);
+  unfinished_ = Publish::append;
+  sink_->write_at(start_, io::ConstBuffer(stored_prologue()), stop);
   head_.written = entries_.size();
   head_.written_nbytes += bytes.size();
 }
 
 // All of it, with zeros to the end of the index's room.
-void SaveSession::write_head(Way way, const std::stop_token& stop) {
+void SaveSession::write_head(Publish how, const std::stop_token& stop) {
   std::vector<std::byte> index;
   for (const SavedEntry& entry : entries_)
     format::append_index_entry(index, entry.view(), head_.prologue.tagged_entries());
@@ -410,12 +410,12 @@ void SaveSession::write_head(Way way, const std::stop_token& stop) {
   }
   index.resize(head_.room);
   sink_->barrier(stop);
-  unfinished_ = way;
-  if (way == Way::first && !sink_->in_order()) {
-    sink_->write_at(start_ + prologue.size(), io::ConstSlice(index), stop);
-    sink_->write_at(start_, io::ConstSlice(prologue), stop);
+  unfinished_ = how;
+  if (how == Publish::create && !sink_->in_order()) {
+    sink_->write_at(start_ + prologue.size(), io::ConstBuffer(index), stop);
+    sink_->write_at(start_, io::ConstBuffer(prologue), stop);
   } else {
-    const std::array<io::ConstSlice, 2> both{io::ConstSlice(prologue), io::ConstSlice(index)};
+    const std::array<io::ConstBuffer, 2> both{io::ConstBuffer(prologue), io::ConstBuffer(index)};
     sink_->write_at(start_, both, stop);
   }
   head_.indexed = true;
@@ -489,10 +489,10 @@ std::array<std::byte, format::kPrologueNbytes> SaveSession::stored_prologue() co
 
 // After a failed publish() the file shows what was published last again.
 void SaveSession::take_back(const Head& before) noexcept {
-  if (aside_) {
+  if (moved_by_) {
     sink_->undo_relocate();
-    move_records(-*aside_);
-    aside_.reset();
+    move_records(-*moved_by_);
+    moved_by_.reset();
     unfinished_.reset();
   }
   head_ = before;
@@ -503,14 +503,14 @@ void SaveSession::take_back(const Head& before) noexcept {
 // the last published content; where that fails too, the next publish() writes all of it.
 void SaveSession::restore_head() noexcept {
   try {
-    if (unfinished_ == Way::in_place) {
-      write_head(Way::in_place, {});
+    if (unfinished_ == Publish::in_place) {
+      write_head(Publish::in_place, {});
     } else {
-      sink_->write_at(start_, io::ConstSlice(published_prologue_), {});
+      sink_->write_at(start_, io::ConstBuffer(published_prologue_), {});
     }
     unfinished_.reset();
   } catch (...) {  // what failed first tells more
-    unfinished_ = Way::in_place;
+    unfinished_ = Publish::in_place;
   }
 }
 

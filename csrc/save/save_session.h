@@ -111,10 +111,10 @@ class SaveSession {
   struct Call;
 
   // How the content is published.
-  enum class Way : uint8_t {
-    first,     // nothing is published yet: the index, then the prologue
+  enum class Publish : uint8_t {
+    create,    // nothing is published yet: the index, then the prologue
     append,    // entries behind those of the published index, then the prologue
-    aside,     // the whole head, in a new file that takes the place of the published one
+    replace,   // the whole head, in a new file that takes the place of the published one
     in_place,  // the whole head, over the published one, with a single write: where there can be no
                // new file, or no room for one
   };
@@ -146,13 +146,13 @@ class SaveSession {
   void place_records(Call& call);
   void check_order() const;
   void take_entries(Call& call);
-  Way way() const noexcept;
+  Publish how_to_publish() const noexcept;
   void publish(const std::stop_token& stop);
-  bool copies_aside(const std::stop_token& stop);
+  bool copies_to_new_file(const std::stop_token& stop);
   void publish_waiting(const std::stop_token& stop);
   void move_content(uint64_t distance, const std::stop_token& stop);
   void write_new_entries(const std::stop_token& stop);
-  void write_head(Way way, const std::stop_token& stop);
+  void write_head(Publish how, const std::stop_token& stop);
   std::array<std::byte, format::kPrologueNbytes> stored_prologue() const;
   void take_back(const Head& before) noexcept;
   void restore_head() noexcept;
@@ -178,10 +178,10 @@ class SaveSession {
   bool published_annex_ = false;
   // Set while the prologue in the file may be another one than the published one; after in_place,
   // the index too.
-  std::optional<Way> unfinished_;
+  std::optional<Publish> unfinished_;
   // Set while the sink writes a new file and the published one is as it was: how far the records
   // have moved in it.
-  std::optional<uint64_t> aside_;
+  std::optional<uint64_t> moved_by_;
   std::optional<digest::Sha256Digest> digest_;  // of the index that was written last
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};

@@ -88,7 +88,7 @@ void check_marks(io::RangeSource& source, const OpenedIndex& opened, KeyRing& ke
   if (found == entries.end()) return;
   load::check_header_nbytes(*found, true);
   std::vector<std::byte> bytes(found->header_nbytes());
-  source.read_at(found->offset, io::Slice(bytes), stop);
+  source.read_at(found->offset, io::Buffer(bytes), stop);
   const auto entry = static_cast<uint32_t>(found - entries.begin());
   const format::RecordHeader header = load::accept_record(opened, entry, bytes);
   if (header.crypt) load::key_of(opened, keys, *header.crypt);

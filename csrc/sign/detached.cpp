@@ -44,7 +44,7 @@ SignedRecords digest_records(io::RangeSource& source, const OpenedIndex& opened,
   std::vector<std::byte> image;
   for (const load::Unit& unit : plan.units) {
     image.resize(unit.nbytes);
-    source.read_at(unit.offset, io::Slice(image), stop);
+    source.read_at(unit.offset, io::Buffer(image), stop);
     for (const load::Piece& piece : plan.pieces_of(unit)) {
       const auto bytes = std::span(image).subspan(piece.unit_offset, piece.nbytes);
       const format::RecordHeader header = load::accept_record(opened, piece.target, bytes);

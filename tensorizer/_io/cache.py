@@ -335,7 +335,7 @@ class CachedObject:
 
     def closed(self, source: _C.CacheSource) -> None:
         """Lets the entry go, and says what came of it."""
-        source.rest()
+        source.release()
         cached = source.cached_bytes_read
         logger.debug(
             "%s: %d bytes from the cache, %d from the network, %d stored%s",
@@ -453,7 +453,7 @@ class CachedFile(WindowedReader):
     def close(self) -> None:
         if not self.closed:
             if self._of is None:
-                self._source.rest()
+                self._source.release()
             else:
                 self._of.closed(self._source)
             self._drop_window()

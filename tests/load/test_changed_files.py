@@ -101,14 +101,14 @@ with open(sys.argv[1], "rb") as file:
             if os.geteuid() == 0:
                 os.setgid(65534)
                 os.setuid(65534)
-            os._exit(int(_C.FileSource(file.fileno(), "f").prompt))
+            os._exit(int(_C.FileSource(file.fileno(), "f").in_memory))
         cached = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if not cached:
             break
         time.sleep(0.02)  # the kernel keeps pages now and then that it was asked to drop
     file.read()
     source = _C.FileSource(file.fileno(), "f")
-    print(cached, int(source.prompt), source.concurrency == _C.cpu_quota())
+    print(cached, int(source.in_memory), source.concurrency == _C.cpu_quota())
 """
 
 
@@ -136,10 +136,10 @@ for path in sys.argv[1:]:
         try:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
         except OSError:
-            found.append(int(_C.FileSource(file.fileno(), "f").prompt))
+            found.append(int(_C.FileSource(file.fileno(), "f").in_memory))
             for attempt in range(100):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                cached = int(_C.FileSource(file.fileno(), "f").prompt)
+                cached = int(_C.FileSource(file.fileno(), "f").in_memory)
                 if not cached:
                     break
                 time.sleep(0.02)

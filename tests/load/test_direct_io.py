@@ -65,7 +65,7 @@ def drop(tmp_path):
                 pytest.skip("a file system that keeps its files in memory")
             source = _C.FileSource(file.fileno(), "f")
             source.set_direct(True)
-            if source.prompt:
+            if source.in_memory:
                 pytest.skip("a file system without O_DIRECT")
 
     try:
@@ -167,7 +167,7 @@ class TestAuto:
         path.read_bytes()
         with TensorDeserializer(path, device="cpu", lazy_load=True) as found:
             assert_same(dict(found))
-            assert found._open_file.source.prompt  # it would not be, read past the cache
+            assert found._open_file.source.in_memory  # it would not be, read past the cache
 
     def test_leaves_what_several_ranks_read_in_the_cache(self, tmp_path, drop, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

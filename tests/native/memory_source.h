@@ -20,16 +20,16 @@ class MemorySource final : public RangeSource {
 
   const std::string& name() const noexcept override { return name_; }
   std::optional<uint64_t> size() const override { return bytes_.size(); }
-  SourceTraits traits() const override { return {.concurrency = cpu_quota(), .prompt = true}; }
+  SourceTraits traits() const override { return {.concurrency = cpu_quota(), .in_memory = true}; }
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const Slice> slices,
+  void read_at(uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& /*stop*/) override {
-    const uint64_t wanted = total_nbytes(slices);
+    const uint64_t wanted = total_nbytes(buffers);
     const std::byte* from = view(offset, wanted);
     if (from == nullptr) throw_truncated(name_, offset, wanted, bytes_.size());
-    for (const Slice& slice : slices) {
-      if (!slice.empty()) std::memcpy(slice.data(), from, slice.size());
-      from += slice.size();
+    for (const Buffer& buffer : buffers) {
+      if (!buffer.empty()) std::memcpy(buffer.data(), from, buffer.size());
+      from += buffer.size();
     }
     bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
   }

@@ -35,22 +35,22 @@ class MemorySink final : public io::RangeSink {
  public:
   const std::string& name() const noexcept override { return name_; }
   using io::RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+  void write_at(uint64_t offset, std::span<const io::ConstBuffer> buffers,
                 const std::stop_token& stop) override {
     throw_if_stopped(stop);
     if (before_write) before_write(offset);
     MutexLock lock(mutex_);
     if (fail_at >= 0 && writes_++ >= fail_at) throw Error(Errc::io, "the sink is full", name_);
-    for (const io::ConstSlice& slice : slices) {
-      if (bytes.size() < offset + slice.size()) bytes.resize(offset + slice.size());
-      if (!slice.empty()) std::memcpy(bytes.data() + offset, slice.data(), slice.size());
-      offset += slice.size();
+    for (const io::ConstBuffer& buffer : buffers) {
+      if (bytes.size() < offset + buffer.size()) bytes.resize(offset + buffer.size());
+      if (!buffer.empty()) std::memcpy(bytes.data() + offset, buffer.data(), buffer.size());
+      offset += buffer.size();
     }
   }
-  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(io::Slice)>& fill,
+  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(io::Buffer)>& fill,
                const std::stop_token& stop) override {
     if (!lends) return false;
-    write_at(offset, io::ConstSlice{}, stop);
+    write_at(offset, io::ConstBuffer{}, stop);
     MutexLock lock(mutex_);
     if (bytes.size() < offset + nbytes) bytes.resize(offset + nbytes);
     fill(std::span(bytes).subspan(offset, nbytes));
@@ -91,17 +91,17 @@ class PlainSource final : public io::RangeSource {
   std::optional<uint64_t> size() const override { return bytes_.size(); }
   io::SourceTraits traits() const override { return settings; }
   using io::RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+  void read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                const std::stop_token& stop) override {
     throw_if_stopped(stop);
     if (fail_at >= 0 && reads_.fetch_add(1) >= fail_at)
       throw Error(Errc::io, "the source broke", name_);
     if (before_read) before_read();
-    if (offset + io::total_nbytes(slices) > bytes_.size())
-      io::throw_truncated(name_, offset, io::total_nbytes(slices), bytes_.size());
-    for (const io::Slice& slice : slices) {
-      if (!slice.empty()) std::memcpy(slice.data(), bytes_.data() + offset, slice.size());
-      offset += slice.size();
+    if (offset + io::total_nbytes(buffers) > bytes_.size())
+      io::throw_truncated(name_, offset, io::total_nbytes(buffers), bytes_.size());
+    for (const io::Buffer& buffer : buffers) {
+      if (!buffer.empty()) std::memcpy(buffer.data(), bytes_.data() + offset, buffer.size());
+      offset += buffer.size();
     }
   }
   uint64_t bytes_read() const noexcept override { return 0; }

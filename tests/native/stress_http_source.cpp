@@ -197,12 +197,12 @@ TEST(StressHttpSource, ManyThreadsReadTheRightBytesOverBodiesThatBreak) {
       std::vector<std::byte> buffer(90'000);
       for (int i = 0; i < 25; ++i) {
         const uint64_t offset = random() % (kSize - buffer.size());
-        const Slice whole(buffer);
-        const std::vector<Slice> slices{whole.first(1 + random() % 1000), Slice(),
-                                        whole.subspan(2000)};
-        source->read_at(offset, slices, stop);
-        EXPECT_TRUE(is_content(slices[0], offset));
-        EXPECT_TRUE(is_content(slices[2], offset + slices[0].size()));
+        const Buffer whole(buffer);
+        const std::vector<Buffer> buffers{whole.first(1 + random() % 1000), Buffer(),
+                                          whole.subspan(2000)};
+        source->read_at(offset, buffers, stop);
+        EXPECT_TRUE(is_content(buffers[0], offset));
+        EXPECT_TRUE(is_content(buffers[2], offset + buffers[0].size()));
       }
     });
   }
@@ -308,7 +308,7 @@ TEST(StressHttpSource, AddressesAreRenewedByOneThreadAtATime) {
 TEST(StressHttpPut, UploadsFromSeveralThreadsArriveWhole) {
   RangeServer server(1, 0);
   HttpUploader uploader(quick_options());
-  const ConstSlice body = ConstSlice(content()).first(300'000);
+  const ConstBuffer body = ConstBuffer(content()).first(300'000);
   TaskGroup group;
   for (int i = 0; i < 6; ++i) {
     group.spawn([&](const std::stop_token& stop) {

@@ -38,12 +38,12 @@ class Network final : public RangeSource {
   std::optional<uint64_t> size() const override { return bytes_.size(); }
   SourceTraits traits() const override { return traits_; }
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const Slice> slices, const std::stop_token&) override {
+  void read_at(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token&) override {
     const uint64_t begin = offset;
     std::this_thread::sleep_for(delay);
-    for (const Slice& slice : slices) {
-      std::copy_n(bytes_.begin() + static_cast<ptrdiff_t>(offset), slice.size(), slice.begin());
-      offset += slice.size();
+    for (const Buffer& buffer : buffers) {
+      std::copy_n(bytes_.begin() + static_cast<ptrdiff_t>(offset), buffer.size(), buffer.begin());
+      offset += buffer.size();
     }
     MutexLock lock(mutex_);
     ++reads;
@@ -89,7 +89,7 @@ class CacheSourceTest : public testing::Test {
   }
   void expect_right(CacheSource& source, uint64_t offset, uint64_t nbytes) {
     std::vector<std::byte> found(nbytes);
-    const Slice parts[] = {Slice(found).first(nbytes / 3), Slice(found).subspan(nbytes / 3)};
+    const Buffer parts[] = {Buffer(found).first(nbytes / 3), Buffer(found).subspan(nbytes / 3)};
     source.read_at(offset, parts, {});
     EXPECT_TRUE(
         std::equal(found.begin(), found.end(), object.begin() + static_cast<ptrdiff_t>(offset)));
@@ -112,7 +112,7 @@ TEST_F(CacheSourceTest, ALoadOfTheWholeObjectMakesACopyThatTheNextOneReads) {
     source->begin_load(object.size(), {});
     expect_right(*source, 100, kUnit - 100);
     expect_right(*source, kUnit, object.size() - kUnit - 7);  // what is left comes at the end
-    source->rest();
+    source->release();
     EXPECT_TRUE(written());
     EXPECT_FALSE(source->was_complete());
     EXPECT_EQ(source->trouble(), "");
@@ -132,7 +132,7 @@ TEST_F(CacheSourceTest, ALoadOfPartsMakesNone) {
   source->begin_load(kUnit, {});
   expect_right(*source, kUnit + 10, 20);
   EXPECT_EQ(from->nbytes, 20U);
-  source->rest();
+  source->release();
   EXPECT_TRUE(written());
   EXPECT_FALSE(std::filesystem::exists(path("about.json")));
 }
@@ -144,7 +144,7 @@ TEST_F(CacheSourceTest, ALoadThatReadsLessThanItSaidLeavesNothing) {
     source->begin_load(object.size(), {});
     EXPECT_TRUE(std::filesystem::exists(path("about.json")));
     expect_right(*source, kUnit, kUnit);
-    source->rest();
+    source->release();
     EXPECT_EQ(source->trouble(), "only a part of it was read");
   }
   EXPECT_TRUE(written());
@@ -162,7 +162,7 @@ TEST_F(CacheSourceTest, LoadsAtTheSameTimeFetchTheObjectOnce) {
       source->begin_load(object.size(), {});
       for (uint64_t at = 0; at < object.size(); at += kUnit)
         expect_right(*source, at, std::min(kUnit, object.size() - at));
-      source->rest();
+      source->release();
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -190,7 +190,7 @@ TEST_F(CacheSourceTest, OnePassIsKeptWithoutGoingBackWithWhatItSkips) {
     expect_right(*source, at + skip, step - skip);
     at += step;
   }
-  source->rest();
+  source->release();
   EXPECT_FALSE(from->went_back);
   EXPECT_TRUE(written());
   const auto again = network(true);
@@ -258,7 +258,7 @@ TEST_F(CacheSourceTest, ACopyThatCannotBeSyncedGoesAndIsNoted) {
   const auto entry = folder->make_entry(key.location, key.version, key.nbytes, key.about);
   ASSERT_TRUE(entry && entry->begin_copy());
   const auto copy = std::make_shared<CacheCopy>(folder, entry, key, disk);
-  const Slice all(object);
+  const Buffer all(object);
   copy->add(0, std::span(&all, 1), true, {});
   copy->end();
   ASSERT_TRUE(copy->finish({}));
@@ -295,7 +295,7 @@ TEST_F(CacheSourceTest, OfflineOnlyACopyIsRead) {
   expect_right(*source, 5, 100);
   std::filesystem::resize_file(path("data"), 0);
   std::byte one[1];
-  EXPECT_THROW(source->read_at(0, Slice(one), {}), Error);
+  EXPECT_THROW(source->read_at(0, Buffer(one), {}), Error);
 }
 
 #if !defined(TENSORIZER_TSAN)  // which does not support threads in a child of a threaded process
@@ -306,7 +306,7 @@ TEST_F(CacheSourceTest, AForkedChildReadsAndLeavesTheCopyToItsParent) {
   const pid_t child = fork();
   if (child == 0) {
     std::vector<std::byte> found(object.size());
-    source->read_at(0, Slice(found), {});
+    source->read_at(0, Buffer(found), {});
     source->close();
     _exit(found == object ? 0 : 1);
   }

@@ -306,7 +306,7 @@ TEST_F(CudaSchedule, MoreRequestsAreUnderWayThanThereAreBuffers) {
   const File file = make_file({40 * kMib}, false);
   CudaCopyEngine engine(ring(2));
   Load load(file, engine);
-  load.source.settings = {.concurrency = 8, .unit_nbytes = 2 * kMib, .waits = true};
+  load.source.settings = {.concurrency = 8, .unit_nbytes = 2 * kMib, .remote = true};
   load.session();
   Awaited requests;
   load.source.before_read = [&] {
@@ -323,13 +323,14 @@ TEST_F(CudaSchedule, AnyMixOfLoadsEndsWithTheFewestBuffers) {
   const File plain = make_file(kSizes, false, 4), sealed = make_file(kSizes, true, 5);
   CudaCopyEngine zero(ring(2)), one(ring(2, 2 * kMib, 1));
   for (const unsigned mix : {0U, 1U, 2U, 3U, 5U, 7U, 8U, 9U, 15U}) {
-    const bool verify = mix & 1, waits = mix & 2, other_waits = mix & 4, prompt = mix & 8;
+    const bool verify = mix & 1, remote = mix & 2, other_remote = mix & 4, in_memory = mix & 8;
     Load a(plain, zero, 0, verify), b(sealed, one, 1, verify), c(plain, one, 1, !verify),
         d(sealed, zero, 0);
     for (Load* load : {&a, &b})
-      load->source.settings = {.concurrency = 6, .prompt = prompt && !waits, .waits = waits};
+      load->source.settings = {
+          .concurrency = 6, .in_memory = in_memory && !remote, .remote = remote};
     for (Load* load : {&c, &d})
-      load->source.settings = {.concurrency = 3, .prompt = prompt, .waits = other_waits};
+      load->source.settings = {.concurrency = 3, .in_memory = in_memory, .remote = other_remote};
     run_all({&a, &b, &c, &d});
     for (Load* load : {&a, &b, &c, &d}) load->expect_loaded();
     for (const int device : {0, 1}) {
@@ -396,7 +397,7 @@ TEST_F(CudaSchedule, UnitsThatAreHashedAreShortAndShareBuffers) {
   const File file = make_file(std::vector<size_t>(20, 3 * kMib), false);
   CudaCopyEngine engine(ring(6, 8 * kMib));
   Load load(file, engine, 0, true, 2);
-  load.source.settings = {.concurrency = 2, .prompt = true};
+  load.source.settings = {.concurrency = 2, .in_memory = true};
   load.session();
   std::atomic<unsigned> reads{0};
   load.source.before_read = [&] { ++reads; };
@@ -411,7 +412,7 @@ TEST_F(CudaSchedule, AWrongByteInASharedBufferIsFoundAndNamed) {
   file.bytes[file.bytes.size() / 2 + kMib] ^= std::byte{1};
   CudaCopyEngine engine(ring(6, 8 * kMib));
   Load load(file, engine, 0, true, 2);
-  load.source.settings = {.concurrency = 2, .prompt = true};
+  load.source.settings = {.concurrency = 2, .in_memory = true};
   const std::string what = testing::expect_error(Errc::hash_mismatch, [&] { load.run(); });
   EXPECT_NE(what.find(file.tensors[10].name), std::string::npos) << what;
   EXPECT_EQ(Device::get(0).status().free_slots, Device::get(0).status().slots);
@@ -422,7 +423,7 @@ TEST_F(CudaSchedule, AForgedChunkBesideGenuineOnesInASharedBufferLeavesNothing) 
   file.bytes[file.bytes.size() - 100] ^= std::byte{1};
   CudaCopyEngine engine(ring(6, 8 * kMib));
   Load load(file, engine, 0, true, 2);
-  load.source.settings = {.concurrency = 2, .prompt = true};
+  load.source.settings = {.concurrency = 2, .in_memory = true};
   testing::expect_error(Errc::crypto, [&] { load.run(); });
   for (const auto& memory : load.memory)
     EXPECT_TRUE(testing::only_holds(memory->bytes(), std::byte{0}, kFormer));

@@ -28,7 +28,7 @@ TEST(FileSinkFork, AChildThatDropsTheSinkLeavesTheParentsTemporaryFile) {
   const std::string target = folder / "f";
   auto sink = FileSink::replace(target, {.fsync = false, .calls = &calls});
   const std::vector<std::byte> bytes(100, std::byte{7});
-  sink->write_at(0, ConstSlice(bytes), {});
+  sink->write_at(0, ConstBuffer(bytes), {});
   const pid_t child = fork();
   if (child == 0) {
     sink.reset();

@@ -29,7 +29,7 @@ void expect_reserved_unless_in_memory(std::string pattern) {
   sink->reserve(1 << 20);
   EXPECT_EQ(calls.reservations, is_in_memory(on.get()) ? 0 : 1) << pattern;
   const std::vector<std::byte> bytes(1 << 20, std::byte{7});
-  sink->write_at(0, ConstSlice(bytes), {});
+  sink->write_at(0, ConstBuffer(bytes), {});
   sink->publish(bytes.size(), {});
   sink->finish({});
   EXPECT_EQ(std::filesystem::file_size(folder / "f"), bytes.size());

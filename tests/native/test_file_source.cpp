@@ -21,18 +21,18 @@ using testing::DiskFile;
 
 constexpr int kUntouched = 0xA5;
 
-// Memory for a list of slices: each behind the other, with something between them.
+// Memory for a list of buffers: each behind the other, with something between them.
 struct Places {
   explicit Places(size_t nbytes) : memory(allocate_pages(nbytes)), nbytes(nbytes) {
     std::memset(memory.get(), kUntouched, nbytes);
   }
-  Slice add(uint64_t at, uint64_t n) {
-    slices.emplace_back(memory.get() + at, n);
-    return slices.back();
+  Buffer add(uint64_t at, uint64_t n) {
+    buffers.emplace_back(memory.get() + at, n);
+    return buffers.back();
   }
-  // Of the bytes that no slice has.
+  // Of the bytes that no buffer has.
   ::testing::AssertionResult rest_is_untouched() {
-    for (const Slice& slice : slices) std::memset(slice.data(), kUntouched, slice.size());
+    for (const Buffer& buffer : buffers) std::memset(buffer.data(), kUntouched, buffer.size());
     const auto all = std::span(memory.get(), nbytes);
     if (all[0] != std::byte{kUntouched}) return ::testing::AssertionFailure() << "the first byte";
     return testing::same(all.subspan(1), all.first(nbytes - 1));
@@ -40,14 +40,14 @@ struct Places {
 
   Pages memory;
   size_t nbytes;
-  std::vector<Slice> slices;
+  std::vector<Buffer> buffers;
 };
 
 void expect_reads(FileSource& source, const Bytes& content, uint64_t offset, Places& places) {
-  source.read_at(offset, places.slices, {});
-  for (const Slice& slice : places.slices) {
-    ASSERT_TRUE(testing::same(slice, std::span(content).subspan(offset, slice.size())));
-    offset += slice.size();
+  source.read_at(offset, places.buffers, {});
+  for (const Buffer& buffer : places.buffers) {
+    ASSERT_TRUE(testing::same(buffer, std::span(content).subspan(offset, buffer.size())));
+    offset += buffer.size();
   }
   ASSERT_TRUE(places.rest_is_untouched());
 }
@@ -113,12 +113,12 @@ TEST(DirectFile, LeavesThePageCacheAsItIs) {
   if (!file.can_be_uncached()) GTEST_SKIP() << "a file system in memory, or without O_DIRECT";
   const auto source = file.source(true);
   Bytes found(content.size() - 100);
-  source->read_at(50, Slice(found), {});
+  source->read_at(50, Buffer(found), {});
   EXPECT_TRUE(testing::same(found, std::span(content).subspan(50, found.size())));
   EXPECT_LE(file.cached_pages(), testing::kTriedPages);
   EXPECT_EQ(source->bytes_read(), found.size());
   source->set_direct(false);
-  source->read_at(50, Slice(found), {});
+  source->read_at(50, Buffer(found), {});
   EXPECT_GT(file.cached_pages(), found.size() / 4096 / 2);
 }
 
@@ -142,7 +142,7 @@ TEST(DirectFile, AFileThatWasCutIsTruncated) {
   for (const off_t left : {700'000, 8192, 0}) {
     ASSERT_EQ(ftruncate(file.fd(), left), 0);
     const std::string text =
-        testing::expect_error(Errc::truncated, [&] { source->read_at(0, Slice(found), {}); });
+        testing::expect_error(Errc::truncated, [&] { source->read_at(0, Buffer(found), {}); });
     EXPECT_NE(text.find("f is cut short: it ends at byte " + std::to_string(left)),
               std::string::npos)
         << text;
@@ -156,7 +156,7 @@ TEST(DirectFile, AStopEndsARead) {
   stop.request_stop();
   Bytes found(1 << 20);
   testing::expect_error(Errc::cancelled,
-                        [&] { file.source(true)->read_at(0, Slice(found), stop.get_token()); });
+                        [&] { file.source(true)->read_at(0, Buffer(found), stop.get_token()); });
 }
 
 TEST(DirectFile, WhatNoDirectReadIsToBeHadOfIsReadAllTheSame) {
@@ -168,11 +168,11 @@ TEST(DirectFile, WhatNoDirectReadIsToBeHadOfIsReadAllTheSame) {
   auto* const nobodys = static_cast<std::byte*>(
       mmap(nullptr, 1 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   const std::string text =
-      testing::expect_error(Errc::io, [&] { source->read_at(0, Slice(nobodys, 1 << 20), {}); });
+      testing::expect_error(Errc::io, [&] { source->read_at(0, Buffer(nobodys, 1 << 20), {}); });
   EXPECT_NE(text.find("cannot read f"), std::string::npos) << text;
   munmap(nobodys, 1 << 20);
   Bytes found(1 << 20);
-  source->read_at(0, Slice(found), {});  // refused once, the file is read in the other way
+  source->read_at(0, Buffer(found), {});  // refused once, the file is read in the other way
 }
 
 TEST(DirectFile, AClosedSourceHasNone) {
@@ -180,7 +180,7 @@ TEST(DirectFile, AClosedSourceHasNone) {
   const auto source = file.source(true);
   source->close();
   Bytes found(10);
-  testing::expect_error(Errc::invalid_argument, [&] { source->read_at(0, Slice(found), {}); });
+  testing::expect_error(Errc::invalid_argument, [&] { source->read_at(0, Buffer(found), {}); });
 }
 
 }  // namespace

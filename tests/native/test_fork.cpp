@@ -159,7 +159,7 @@ TEST(Fork, AChildReadsAFileThatOtherThreadsRead) {
   std::atomic<bool> ends{false};
   const auto read = [&] {
     std::vector<std::byte> bytes(4096);
-    source.read_at(0, io::Slice(bytes), {});
+    source.read_at(0, io::Buffer(bytes), {});
     return bytes == content;
   };
   std::vector<std::thread> readers;
@@ -196,13 +196,13 @@ class CountingTransport final : public io::MultipartTransport {
  public:
   explicit CountingTransport(std::atomic<int>& stored) : stored_(stored) {}
   void create(const std::stop_token&) override {}
-  std::string put_part(int, io::ConstSlice, const std::stop_token&) override {
+  std::string put_part(int, io::ConstBuffer, const std::stop_token&) override {
     ++stored_;
     return "\"etag\"";
   }
   void complete(const std::vector<std::string>&, const std::stop_token&) override {}
   void abort() noexcept override {}
-  void put_object(io::ConstSlice, const std::stop_token&) override {}
+  void put_object(io::ConstBuffer, const std::stop_token&) override {}
 
  private:
   std::atomic<int>& stored_;
@@ -216,7 +216,7 @@ TEST(Fork, AChildDropsAnUploadWhoseThreadsWait) {
       io::MultipartOptions{.uploads = 2, .min_part_nbytes = kPart, .max_part_nbytes = kPart});
   const std::vector<std::byte> bytes(6 * kPart);
   sink->reserve(bytes.size());
-  sink->write_at(0, io::ConstSlice(bytes), {});
+  sink->write_at(0, io::ConstBuffer(bytes), {});
   while (stored < 4) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until they wait, most likely
   EXPECT_TRUE(ends_well_in_child([&] {

@@ -1,10 +1,10 @@
 // Heads, header values, URLs and the judgement over responses: pure, so tested without a network.
 #include <gtest/gtest.h>
 
+#include "io/buffers.h"
 #include "io/http/http_exchange.h"
 #include "io/http/http_message.h"
 #include "io/http/http_url.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 namespace {
@@ -232,13 +232,13 @@ TEST(HttpUrl, RedirectsLeaveNeitherHttpsNorHttp) {
   EXPECT_FALSE(HttpUrl::parse("http://h/a").resolve("ftp://h/a"));
 }
 
-TEST(ScatterCursor, BytesLandAcrossSlicesAndNeverBeyondThem) {
+TEST(ScatterCursor, BytesLandAcrossBuffersAndNeverBeyondThem) {
   std::vector<std::byte> memory(10, std::byte{0xee});
-  const std::vector<Slice> slices{Slice(memory).subspan(1, 2), Slice(memory).subspan(3, 0),
-                                  Slice(memory).subspan(5, 3)};
+  const std::vector<Buffer> buffers{Buffer(memory).subspan(1, 2), Buffer(memory).subspan(3, 0),
+                                    Buffer(memory).subspan(5, 3)};
   const std::vector<std::byte> input{std::byte{1}, std::byte{2}, std::byte{3},
                                      std::byte{4}, std::byte{5}, std::byte{6}};
-  ScatterCursor cursor(slices, 1);
+  ScatterCursor cursor(buffers, 1);
   EXPECT_EQ(cursor.room(), 4u);
   EXPECT_EQ(cursor.put(std::span(input).first(2)), 2u);
   EXPECT_EQ(cursor.put(std::span(input).subspan(2)), 2u);

@@ -210,7 +210,7 @@ TEST_F(RedisRetries, OneThatStopsAnsweringIsGivenUpAfterTwoMinutes) {
   RedisSource source(options_for(server.port), "p", {});
   there = false;
   std::vector<std::byte> bytes(7);
-  EXPECT_THROW(source.read_at(0, Slice(bytes), {}), Error);
+  EXPECT_THROW(source.read_at(0, Buffer(bytes), {}), Error);
   EXPECT_EQ(time.elapsed(), seconds(120));
 }
 

@@ -58,7 +58,7 @@ class FakeTransport final : public MultipartTransport {
     if (store_.fail_create) throw Error(Errc::io, "create failed");
   }
 
-  std::string put_part(int number, ConstSlice bytes, const std::stop_token& stop) override {
+  std::string put_part(int number, ConstBuffer bytes, const std::stop_token& stop) override {
     {
       std::lock_guard lock(store_.mutex);
       EXPECT_GT(store_.created, 0);
@@ -103,7 +103,7 @@ class FakeTransport final : public MultipartTransport {
     ++store_.aborted;
   }
 
-  void put_object(ConstSlice bytes, const std::stop_token&) override {
+  void put_object(ConstBuffer bytes, const std::stop_token&) override {
     std::lock_guard lock(store_.mutex);
     store_.object.assign(bytes.begin(), bytes.end());
     store_.has_object = true;
@@ -126,7 +126,7 @@ class MultipartSinkTest : public ::testing::Test {
   }
 
   void write(MultipartSink& sink, const Bytes& data, uint64_t begin, uint64_t end) {
-    sink.write_at(begin, ConstSlice(data).subspan(begin, end - begin), stop_);
+    sink.write_at(begin, ConstBuffer(data).subspan(begin, end - begin), stop_);
   }
 
   void expect_nothing_stored(int aborted) {
@@ -256,8 +256,8 @@ TEST_F(MultipartSinkTest, AnyOrderOfWritesFromManyThreadsGivesTheSameObject) {
       writers.emplace_back([&] {
         for (size_t j = next++; j < cuts.size(); j = next++) {
           const uint64_t end = std::min<uint64_t>(data.size(), cuts[j] + 30'000);
-          const ConstSlice from = ConstSlice(data).subspan(cuts[j], end - cuts[j]);
-          const auto fill = [&](Slice room) { std::ranges::copy(from, room.begin()); };
+          const ConstBuffer from = ConstBuffer(data).subspan(cuts[j], end - cuts[j]);
+          const auto fill = [&](Buffer room) { std::ranges::copy(from, room.begin()); };
           if (j % 2 == 0 && sink->fill_at(cuts[j], from.size(), fill, stop_)) {
             ++filled;
           } else {
@@ -300,11 +300,11 @@ class ManyWriters final : public RangeSink {
   }
   void reserve_head(uint64_t end) override { sink_->reserve_head(end); }
   void reserve(uint64_t end) override { sink_->reserve(end); }
-  void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+  void write_at(uint64_t offset, std::span<const ConstBuffer> buffers,
                 const std::stop_token& stop) override {
-    sink_->write_at(offset, slices, stop);
+    sink_->write_at(offset, buffers, stop);
   }
-  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(Slice)>& fill,
+  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(Buffer)>& fill,
                const std::stop_token& stop) override {
     return sink_->fill_at(offset, nbytes, fill, stop);
   }
@@ -326,7 +326,7 @@ class SlowStore final : public MultipartTransport {
  public:
   explicit SlowStore(std::vector<digest::Sha256Digest>& parts) : parts_(parts) {}
   void create(const std::stop_token&) override {}
-  std::string put_part(int number, ConstSlice bytes, const std::stop_token&) override {
+  std::string put_part(int number, ConstBuffer bytes, const std::stop_token&) override {
     std::this_thread::sleep_for(std::chrono::milliseconds(bytes.size() >> 20));
     digest::Sha256 sha256;
     sha256.update(bytes);
@@ -337,7 +337,7 @@ class SlowStore final : public MultipartTransport {
   }
   void complete(const std::vector<std::string>&, const std::stop_token&) override {}
   void abort() noexcept override {}
-  void put_object(ConstSlice, const std::stop_token&) override { ADD_FAILURE() << "one part"; }
+  void put_object(ConstBuffer, const std::stop_token&) override { ADD_FAILURE() << "one part"; }
 
  private:
   std::mutex mutex_;
@@ -628,7 +628,7 @@ TEST_F(MultipartSinkTest, AStopEndsWaitingWritersAndFinish) {
     });
     const uint64_t end = finishing ? 8 * kPart : data.size();
     try {
-      sink->write_at(0, ConstSlice(data).first(end), source.get_token());
+      sink->write_at(0, ConstBuffer(data).first(end), source.get_token());
       sink->publish(end, stop_);
       sink->finish(source.get_token());
       FAIL();

@@ -45,15 +45,15 @@ TEST(Sessions, AMemorySourceThatOffersViewsDecryptsFromThem) {
 // Says that its reads are answered from memory, or not, and who asked for them.
 class WatchedSource final : public io::RangeSource {
  public:
-  WatchedSource(Bytes bytes, bool prompt) : bytes_(std::move(bytes)), prompt_(prompt) {}
+  WatchedSource(Bytes bytes, bool in_memory) : bytes_(std::move(bytes)), in_memory_(in_memory) {}
   const std::string& name() const noexcept override { return file_.name(); }
   std::optional<uint64_t> size() const override { return file_.size(); }
-  io::SourceTraits traits() const override { return {.concurrency = 4, .prompt = prompt_}; }
+  io::SourceTraits traits() const override { return {.concurrency = 4, .in_memory = in_memory_}; }
   using io::RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+  void read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                const std::stop_token& stop) override {
     if (std::this_thread::get_id() != caller_) elsewhere = true;
-    file_.read_at(offset, slices, stop);
+    file_.read_at(offset, buffers, stop);
   }
   uint64_t bytes_read() const noexcept override { return file_.bytes_read(); }
   std::atomic<bool> elsewhere{false};
@@ -61,7 +61,7 @@ class WatchedSource final : public io::RangeSource {
  private:
   Bytes bytes_;
   io::MemorySource file_{bytes_, "watched"};
-  bool prompt_;
+  bool in_memory_;
   const std::thread::id caller_ = std::this_thread::get_id();
 };
 
@@ -69,7 +69,7 @@ TEST(Sessions, WhatIsSmallAndInMemoryIsLoadedByTheCallingThread) {
   struct Case {
     const char* what;
     size_t nbytes;
-    bool prompt, encrypted, verify, brief;
+    bool in_memory, encrypted, verify, brief;
   };
   constexpr size_t kSmall = 200'000;
   constexpr size_t kLarge = 4 * kUnit;
@@ -81,7 +81,7 @@ TEST(Sessions, WhatIsSmallAndInMemoryIsLoadedByTheCallingThread) {
         Case{"small, a key may have to be derived", kSmall, true, true, false, false}}) {
     const auto tensors = make_tensors({c.nbytes, c.nbytes}, 9);
     WatchedSource source(save_all(tensors, c.encrypted ? encrypted_options() : save::SaveOptions{}),
-                         c.prompt);
+                         c.in_memory);
     std::vector<Bytes> found;
     const LoadSettings settings{.verify = c.verify, .keys = c.encrypted ? ring() : nullptr};
     EXPECT_EQ(load_all(source, settings, found), c.brief) << c.what;
@@ -99,13 +99,13 @@ class TwoStreams final : public io::RangeSource {
   std::optional<uint64_t> size() const override { return file_.size(); }
   io::SourceTraits traits() const override { return {.concurrency = 2, .streams = 2}; }
   using io::RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+  void read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                const std::stop_token& stop) override {
-    if (io::total_nbytes(slices) >= (1 << 20)) {
+    if (io::total_nbytes(buffers) >= (1 << 20)) {
       const MutexLock lock(mutex_);
       begins.push_back(offset);
     }
-    file_.read_at(offset, slices, stop);
+    file_.read_at(offset, buffers, stop);
   }
   uint64_t bytes_read() const noexcept override { return file_.bytes_read(); }
   std::vector<uint64_t> begins;
@@ -346,9 +346,9 @@ class ChangedSource final : public io::RangeSource {
   std::optional<uint64_t> size() const override { return bytes_.size(); }
   io::SourceTraits traits() const override { return bytes_.traits(); }
   using io::RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+  void read_at(uint64_t offset, std::span<const io::Buffer> buffers,
                const std::stop_token& stop) override {
-    bytes_.read_at(offset, slices, stop);
+    bytes_.read_at(offset, buffers, stop);
   }
   void check_unchanged() const override { throw Error(Errc::io, "it was written to", name()); }
   uint64_t bytes_read() const noexcept override { return 0; }
@@ -424,11 +424,11 @@ class AppendOnlySink final : public io::RangeSink {
   bool any_order() const noexcept override { return true; }
   bool in_order() const noexcept override { return true; }
   using io::RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+  void write_at(uint64_t offset, std::span<const io::ConstBuffer> buffers,
                 const std::stop_token&) override {
     if (offset != bytes.size()) io::throw_out_of_order(name_, "this came before others");
-    for (const io::ConstSlice& slice : slices)
-      bytes.insert(bytes.end(), slice.begin(), slice.end());
+    for (const io::ConstBuffer& buffer : buffers)
+      bytes.insert(bytes.end(), buffer.begin(), buffer.end());
   }
   void relocate(uint64_t, uint64_t, uint64_t, const std::stop_token&) override { FAIL(); }
   void publish(uint64_t end, const std::stop_token&) override { EXPECT_EQ(end, bytes.size()); }
@@ -491,12 +491,13 @@ TEST(Sessions, PartsAreTheBytesOfTheirTensorsOnEveryWay) {
   uint32_t seed = 0;
   for (const bool encrypted : {false, true}) {
     for (const bool device : {false, true}) {
-      for (const bool prompt : {false, true}) {
+      for (const bool in_memory : {false, true}) {
         for (const bool sequential : {false, true}) {
           HostEngine engine(3, kChunk);
           PlainSource source(encrypted ? sealed : plain);
-          source.settings = {
-              .concurrency = sequential ? 1U : 4U, .sequential = sequential, .prompt = prompt};
+          source.settings = {.concurrency = sequential ? 1U : 4U,
+                             .sequential = sequential,
+                             .in_memory = in_memory};
           load_parts(source, tensors,
                      {.keys = encrypted ? ring() : nullptr, .engine = device ? &engine : nullptr},
                      ++seed);

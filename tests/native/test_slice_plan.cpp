@@ -64,7 +64,7 @@ void expect_whole(std::span<const SlicePart> parts, const SlicePlanOptions& opti
     EXPECT_EQ(placed, unit.placed_nbytes);
     if (parts[plan.pieces[unit.first_piece].target].chunk_nbytes == 0) {
       EXPECT_LE(placed, options.unit_nbytes);
-      if (unit.read != Unit::Read::apart) {
+      if (unit.read != Unit::Read::separate_reads) {
         EXPECT_LE(unit.nbytes, options.unit_nbytes);
       }
     }

@@ -20,7 +20,7 @@ std::shared_ptr<FileSink> CacheCopy::sink() const {
   return state_ == State::open || state_ == State::syncing ? sink_ : nullptr;
 }
 
-void CacheCopy::add(uint64_t offset, std::span<const Slice> bytes, bool patient,
+void CacheCopy::add(uint64_t offset, std::span<const Buffer> bytes, bool patient,
                     const std::stop_token& stop) {
   const uint64_t nbytes = total_nbytes(bytes);
   if (nbytes == 0 || !is_open()) return;
@@ -33,9 +33,9 @@ void CacheCopy::add(uint64_t offset, std::span<const Slice> bytes, bool patient,
                      true);
     }
     uint64_t done = 0;
-    for (const Slice& slice : bytes) {
-      std::ranges::copy(slice, copy.get() + done);
-      done += slice.size();
+    for (const Buffer& buffer : bytes) {
+      std::ranges::copy(buffer, copy.get() + done);
+      done += buffer.size();
     }
     CacheDisk::instance().write([self = shared_from_this(), copy, offset, nbytes] {
       self->write(offset, {copy.get(), static_cast<size_t>(nbytes)});
@@ -60,7 +60,7 @@ void CacheCopy::add(uint64_t offset, std::span<const Slice> bytes, bool patient,
   }
 }
 
-void CacheCopy::write(uint64_t offset, ConstSlice bytes) noexcept {
+void CacheCopy::write(uint64_t offset, ConstBuffer bytes) noexcept {
   const std::shared_ptr<FileSink> sink = this->sink();
   if (!sink) return;
   try {
@@ -89,7 +89,7 @@ void CacheCopy::publish() noexcept {
   }
   if (!is_wanted) return remove(/*force=*/true);  // discarded while it was synced
   entry_->end_copy();
-  if (is_left) entry_->leave();
+  if (is_left) entry_->unlock();
   changed_.notify_all();
 }
 
@@ -106,7 +106,7 @@ void CacheCopy::give_up(const std::string& why, bool is_trouble) noexcept {
     }
   }
   entry_->end_copy();
-  entry_->leave();
+  entry_->unlock();
   remove(/*force=*/false);  // one of those that wait for it goes on with the entry
   changed_.notify_all();
 }
@@ -143,7 +143,7 @@ void CacheCopy::end() noexcept {
     is_left = state_ == State::published;
   }
   if (is_partial) give_up("only a part of it was read", false);
-  if (is_left) entry_->leave();
+  if (is_left) entry_->unlock();
 }
 
 bool CacheCopy::finish(const std::stop_token& stop) {

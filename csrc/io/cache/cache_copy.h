@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "core/sync.h"
+#include "io/buffers.h"
 #include "io/byte_ranges.h"
 #include "io/cache/cache_folder.h"
 #include "io/local/file_sink.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -38,7 +38,7 @@ class CacheCopy : public std::enable_shared_from_this<CacheCopy> {
             const CacheKey& key, FileCalls& calls = FileCalls::system());
 
   // Takes bytes while the copy goes on. `patient` waits for memory, until a stop.
-  void add(uint64_t offset, std::span<const Slice> bytes, bool patient,
+  void add(uint64_t offset, std::span<const Buffer> bytes, bool patient,
            const std::stop_token& stop);
   void show_progress() noexcept { entry_->show_progress(); }
   // The ranges that were not added.
@@ -58,7 +58,7 @@ class CacheCopy : public std::enable_shared_from_this<CacheCopy> {
  private:
   enum class State : uint8_t { open, syncing, published, given_up };
 
-  void write(uint64_t offset, ConstSlice bytes) noexcept;
+  void write(uint64_t offset, ConstBuffer bytes) noexcept;
   void publish() noexcept;
   void give_up(const std::string& why, bool is_trouble) noexcept;
   void remove(bool force) noexcept;

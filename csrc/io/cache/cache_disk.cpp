@@ -25,7 +25,7 @@ void CacheDisk::GiveBack::operator()(std::byte* memory) const noexcept {
   instance().give_back(Pages(memory, {nbytes}));
 }
 
-CacheDisk::Buffer CacheDisk::borrow(uint64_t nbytes, bool patient, const std::stop_token& stop) {
+CacheDisk::Borrowed CacheDisk::borrow(uint64_t nbytes, bool patient, const std::stop_token& stop) {
   MutexLock lock(mutex_);
   const auto fits = [&]() REQUIRES_LOCK(mutex_) {
     return lent_nbytes_ == 0 || lent_nbytes_ + nbytes <= kLimitNbytes;

@@ -32,8 +32,8 @@ class CacheDisk {
     size_t nbytes = 0;
     void operator()(std::byte* memory) const noexcept;
   };
-  using Buffer = std::unique_ptr<std::byte[], GiveBack>;
-  Buffer borrow(uint64_t nbytes, bool patient, const std::stop_token& stop);
+  using Borrowed = std::unique_ptr<std::byte[], GiveBack>;
+  Borrowed borrow(uint64_t nbytes, bool patient, const std::stop_token& stop);
   // Throws std::system_error where the system has no thread to give.
   void write(Job job) { add(&CacheDisk::writing_, std::move(job)); }
   void sync(Job job) { add(&CacheDisk::syncing_, std::move(job)); }

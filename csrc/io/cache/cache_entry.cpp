@@ -106,7 +106,7 @@ std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes) {
 CacheEntry::~CacheEntry() {
   if (!lock_ || made_in_ != fork_generation()) return;
   end_copy();
-  leave();
+  unlock();
 }
 
 UniqueFd CacheEntry::open_copy() const {
@@ -154,6 +154,6 @@ void CacheEntry::touch() noexcept {
   if (age < 0 || age >= 60) utimensat(folder_.get(), "about.json", nullptr, AT_SYMLINK_NOFOLLOW);
 }
 
-void CacheEntry::leave() noexcept { set_lock(lock_.get(), F_UNLCK, kUseLock); }
+void CacheEntry::unlock() noexcept { set_lock(lock_.get(), F_UNLCK, kUseLock); }
 
 }  // namespace tensorizer::io

@@ -51,7 +51,7 @@ class CacheEntry {
   // Notes the use, once a minute.
   void touch() noexcept;
   // Others may remove the entry from now on; open descriptors go on.
-  void leave() noexcept;
+  void unlock() noexcept;
 
  private:
   CacheEntry() = default;

@@ -11,8 +11,8 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/run_units.h"
+#include "io/buffers.h"
 #include "io/cache/cache_disk.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 namespace {
@@ -72,7 +72,7 @@ void CacheSource::check_descriptors() {
                               " descriptors that the process may have (ulimit -n) are in use");
 }
 
-CacheSource::~CacheSource() { rest(); }
+CacheSource::~CacheSource() { release(); }
 
 bool CacheSource::belongs_to_this_process() const noexcept { return fork_generation() == made_in_; }
 
@@ -87,7 +87,7 @@ std::shared_ptr<CacheCopy> CacheSource::copy() const {
   return copy_;
 }
 
-void CacheSource::rest() noexcept {
+void CacheSource::release() noexcept {
   if (!belongs_to_this_process()) return;
   try {  // what came whole with the opening costs no request
     if (view(0, key_.nbytes) != nullptr) begin_load(milliseconds(0), {});
@@ -98,11 +98,11 @@ void CacheSource::rest() noexcept {
     copy->end();
   }
   MutexLock lock(mutex_);
-  if (entry_) entry_->leave();
+  if (entry_) entry_->unlock();
 }
 
 void CacheSource::close() noexcept {
-  rest();
+  release();
   {
     MutexLock lock(mutex_);
     disk_ = nullptr;
@@ -159,13 +159,13 @@ bool CacheSource::drop_copy() noexcept {
 
 // -- reading -------------------------------------------------------------------------------------
 
-void CacheSource::read_at(uint64_t offset, std::span<const Slice> slices,
+void CacheSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
                           const std::stop_token& stop) {
-  const uint64_t nbytes = total_nbytes(slices);
+  const uint64_t nbytes = total_nbytes(buffers);
   if (offset > key_.nbytes || nbytes > key_.nbytes - offset)
     throw_truncated(name_, offset, nbytes, key_.nbytes);
   if (nbytes == 0) return;
-  if (const auto disk = this->disk(); disk && read_disk(*disk, offset, slices, stop)) return;
+  if (const auto disk = this->disk(); disk && read_disk(*disk, offset, buffers, stop)) return;
   if (!network_)
     throw Error(Errc::io,
                 name_ + ": bytes " + std::to_string(offset) + " to " +
@@ -173,20 +173,20 @@ void CacheSource::read_at(uint64_t offset, std::span<const Slice> slices,
                     " cannot be read from the cache any more, and offline is set",
                 name_, offset);
   const auto copy = this->copy();
-  if (copy && copy->is_open()) return read_and_copy(*copy, offset, slices, stop);
-  network_->read_at(offset, slices, stop);
+  if (copy && copy->is_open()) return read_and_copy(*copy, offset, buffers, stop);
+  network_->read_at(offset, buffers, stop);
 }
 
-uint64_t CacheSource::read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) {
+uint64_t CacheSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {
   begin_load(key_.nbytes, stop);
   return RangeSource::read_up_to(offset, into, stop);
 }
 
 // False: the disk does not give it, and the entry is gone.
-bool CacheSource::read_disk(FileSource& disk, uint64_t offset, std::span<const Slice> slices,
+bool CacheSource::read_disk(FileSource& disk, uint64_t offset, std::span<const Buffer> buffers,
                             const std::stop_token& stop) {
   try {
-    disk.read_at(offset, slices, stop);
+    disk.read_at(offset, buffers, stop);
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
     CacheDisk::instance().note({folder_->path(), error.what()});
@@ -195,11 +195,11 @@ bool CacheSource::read_disk(FileSource& disk, uint64_t offset, std::span<const S
     disk_ = nullptr;
     return false;
   }
-  from_disk_ += total_nbytes(slices);
+  from_disk_ += total_nbytes(buffers);
   return true;
 }
 
-void CacheSource::read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Slice> slices,
+void CacheSource::read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Buffer> buffers,
                                 const std::stop_token& stop) {
   // A pass that cannot go back reads what it skips anyway, and what lies behind the last record
   // comes with it.
@@ -211,11 +211,11 @@ void CacheSource::read_and_copy(CacheCopy& copy, uint64_t offset, std::span<cons
         skipped.resize(static_cast<size_t>(offset - begin));
     }
   }
-  std::vector<Slice> all;
-  all.reserve(slices.size() + 2);
+  std::vector<Buffer> all;
+  all.reserve(buffers.size() + 2);
   if (!skipped.empty()) all.emplace_back(skipped);
-  all.insert(all.end(), slices.begin(), slices.end());
-  const uint64_t left = key_.nbytes - offset - total_nbytes(slices);
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  const uint64_t left = key_.nbytes - offset - total_nbytes(buffers);
   if (left > 0 && left <= kMostBehindNbytes) {
     behind.resize(static_cast<size_t>(left));
     all.emplace_back(behind);
@@ -266,7 +266,7 @@ void CacheSource::begin_copy(milliseconds patience, const std::stop_token& stop)
     error = std::current_exception();
   }
   if (!copy) {
-    entry->leave();
+    entry->unlock();
     entry = nullptr;  // and its locks
     folder_->remove(key_.location, key_.version, /*force=*/false);
     if (error) std::rethrow_exception(error);
@@ -307,9 +307,9 @@ void CacheSource::add_head(CacheCopy& copy, const std::stop_token& stop) {
     nbytes = next;
   }
   if (nbytes == 0) return;
-  // A slice is not const; nobody writes here.
-  const Slice head(const_cast<std::byte*>(network_->view(0, nbytes)), static_cast<size_t>(nbytes));
-  copy.add(0, std::span<const Slice>(&head, 1), patient_, stop);
+  // A buffer is not const; nobody writes here.
+  const Buffer head(const_cast<std::byte*>(network_->view(0, nbytes)), static_cast<size_t>(nbytes));
+  copy.add(0, std::span<const Buffer>(&head, 1), patient_, stop);
 }
 
 // Reads what no reader wanted, if that is little.
@@ -324,9 +324,9 @@ void CacheSource::complete(CacheCopy& copy) {
     if (network_->traits().sequential && goes_back) return;
     for (const auto& [begin, end] : missing) {
       std::vector<std::byte> bytes(static_cast<size_t>(end - begin));
-      const Slice all(bytes);
+      const Buffer all(bytes);
       network_->read_at(begin, all, {});
-      copy.add(begin, std::span<const Slice>(&all, 1), patient_, {});
+      copy.add(begin, std::span<const Buffer>(&all, 1), patient_, {});
     }
   } catch (const std::exception&) {  // there is no copy then
   }
@@ -349,7 +349,7 @@ void CacheSource::fill(const std::stop_token& stop) {
     for_each_index(units.size(), workers, stop, [&](size_t i, const std::stop_token& stop_all) {
       if (!copy->is_open()) return;
       std::vector<std::byte> buffer(static_cast<size_t>(units[i].second - units[i].first));
-      read_at(units[i].first, Slice(buffer), stop_all);
+      read_at(units[i].first, Buffer(buffer), stop_all);
     });
     copy->end();
     if (!copy->finish(stop)) throw Error(Errc::cancelled, "cancelled");

@@ -35,10 +35,10 @@ class CacheSource final : public RangeSource {
   std::optional<uint64_t> size() const override { return key_.nbytes; }
   SourceTraits traits() const override;
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const Slice> slices,
+  void read_at(uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& stop) override;
   // Of streams, which read all of an object as a rule.
-  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) override;
+  uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) override;
   void begin_load(uint64_t nbytes, const std::stop_token& stop) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   bool drop_copy() noexcept override;
@@ -50,7 +50,7 @@ class CacheSource final : public RangeSource {
   void fill(const std::stop_token& stop);
   // No load follows, though later reads go on: the entry may be removed, and a copy that lacks
   // little is completed.
-  void rest() noexcept;
+  void release() noexcept;
   void write_about(const std::string& about) noexcept;
 
   const CacheKey& key() const noexcept { return key_; }
@@ -77,9 +77,9 @@ class CacheSource final : public RangeSource {
   bool belongs_to_this_process() const noexcept;
   std::shared_ptr<FileSource> disk() const;
   std::shared_ptr<CacheCopy> copy() const;
-  bool read_disk(FileSource& disk, uint64_t offset, std::span<const Slice> slices,
+  bool read_disk(FileSource& disk, uint64_t offset, std::span<const Buffer> buffers,
                  const std::stop_token& stop);
-  void read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Slice> slices,
+  void read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Buffer> buffers,
                      const std::stop_token& stop);
 
   const std::shared_ptr<CacheFolder> folder_;

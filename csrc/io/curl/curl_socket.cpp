@@ -105,7 +105,7 @@ void CurlSocket::wait_ready(short events, Deadline deadline, const char* operati
   }
 }
 
-size_t CurlSocket::receive_some(Slice into, const std::stop_token& stop) {
+size_t CurlSocket::receive_some(Buffer into, const std::stop_token& stop) {
   const Deadline deadline = stall_deadline();
   throw_if_stopped(stop);
   while (true) {
@@ -123,7 +123,7 @@ size_t CurlSocket::receive_some(Slice into, const std::stop_token& stop) {
   }
 }
 
-void CurlSocket::send_all(ConstSlice from, const std::stop_token& stop) {
+void CurlSocket::send_all(ConstBuffer from, const std::stop_token& stop) {
   Deadline deadline = stall_deadline();
   throw_if_stopped(stop);
   while (!from.empty()) {

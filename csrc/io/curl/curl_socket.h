@@ -13,9 +13,9 @@
 #include <string>
 
 #include "core/error.h"
+#include "io/buffers.h"
 #include "io/curl/curl_handle.h"
 #include "io/curl/curl_trust.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -47,10 +47,10 @@ class CurlSocket {
 
   // At least 1 byte and at most into.size(). Throws SocketError when the peer closed the
   // connection.
-  size_t receive_some(Slice into, const std::stop_token& stop);
+  size_t receive_some(Buffer into, const std::stop_token& stop);
 
   // All of `from`, or throws.
-  void send_all(ConstSlice from, const std::stop_token& stop);
+  void send_all(ConstBuffer from, const std::stop_token& stop);
 
   // False once the server has closed it or said something unasked. What TLS has decrypted already
   // is not seen.

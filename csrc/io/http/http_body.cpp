@@ -5,9 +5,9 @@
 
 namespace tensorizer::io {
 
-void HttpBody::set_destination(uint64_t skip, std::span<const Slice> slices) {
+void HttpBody::set_destination(uint64_t skip, std::span<const Buffer> buffers) {
   skip_ = skip;
-  into_ = ScatterCursor(slices);
+  into_ = ScatterCursor(buffers);
   std::vector<std::byte> waiting;
   waiting.swap(spare_);
   place(waiting);
@@ -69,11 +69,11 @@ void HttpBody::start(const HttpPlace& place, const HttpRequest& request, const A
   exchange_ = client_.start(place, request, accept_here, stop);
 }
 
-void HttpBody::receive(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
-                       bool to_end) {
+void HttpBody::receive(uint64_t offset, std::span<const Buffer> buffers,
+                       const std::stop_token& stop, bool to_end) {
   {
     MutexLock lock(mutex_);
-    set_destination(offset - position_, slices);
+    set_destination(offset - position_, buffers);
   }
   const auto enough = [&] { return is_enough(to_end); };
   if (!enough() && !ended_) {
@@ -85,13 +85,13 @@ void HttpBody::receive(uint64_t offset, std::span<const Slice> slices, const std
 }
 
 uint64_t HttpBody::read_at(const ResourceIdentity& known, uint64_t offset,
-                           std::span<const Slice> slices, const std::stop_token& stop,
+                           std::span<const Buffer> buffers, const std::stop_token& stop,
                            const HttpFailure* earlier) {
-  const uint64_t nbytes = total_nbytes(slices);
+  const uint64_t nbytes = total_nbytes(buffers);
   uint64_t furthest = 0;
   try {
     with_retries(
-        client_.options, client_.counters, [&] { advance(known, offset, slices, stop); },
+        client_.options, client_.counters, [&] { advance(known, offset, buffers, stop); },
         [&] {
           furthest = std::max(furthest, position());
           return furthest;
@@ -111,12 +111,12 @@ uint64_t HttpBody::read_at(const ResourceIdentity& known, uint64_t offset,
 }
 
 void HttpBody::advance(const ResourceIdentity& known, uint64_t offset,
-                       std::span<const Slice> slices, const std::stop_token& stop) {
+                       std::span<const Buffer> buffers, const std::stop_token& stop) {
   const HttpPlace place(client_.places, stop);
   try {
     if (!exchange_ || offset < position()) restart(place, known, stop);
-    receive(offset, slices, stop);
-    if (known.size && received(offset) < total_nbytes(slices))
+    receive(offset, buffers, stop);
+    if (known.size && received(offset) < total_nbytes(buffers))
       throw HttpFailure{Errc::io,
                         "the body ended after " + std::to_string(position()) + " of " +
                             std::to_string(*known.size) + " bytes",

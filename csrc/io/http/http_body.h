@@ -13,8 +13,8 @@
 #include <stop_token>
 #include <vector>
 
+#include "io/buffers.h"
 #include "io/http/http_client.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -30,11 +30,11 @@ class HttpBody final : private BodySink {
   void start(const HttpPlace& place, const HttpRequest& request, const Accept& accept,
              const std::stop_token& stop);
 
-  // Fills `slices` with the bytes from `offset` on, which the body has not gone past; fewer only
+  // Fills `buffers` with the bytes from `offset` on, which the body has not gone past; fewer only
   // where it ends. With `to_end` it goes on until the body has ended, or turns out to be longer.
   // Throws HttpFailure and leaves what came before.
   // REQUIRES: the caller has a place.
-  void receive(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+  void receive(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
                bool to_end = false);
 
   // How many of the bytes from `offset` on were received.
@@ -45,18 +45,18 @@ class HttpBody final : private BodySink {
   bool ended() const noexcept { return ended_; }
   const HttpExchange& exchange() const noexcept { return *exchange_; }
 
-  // Fills `slices` with the bytes of an object without ranges; returns how many there were: fewer
+  // Fills `buffers` with the bytes of an object without ranges; returns how many there were: fewer
   // only where an object of unknown size ends. `known` is the object's identity. `earlier`, if not
   // null, counts as the first try.
-  uint64_t read_at(const ResourceIdentity& known, uint64_t offset, std::span<const Slice> slices,
+  uint64_t read_at(const ResourceIdentity& known, uint64_t offset, std::span<const Buffer> buffers,
                    const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
  private:
   bool ready() const noexcept override;
   bool has_enough() const noexcept override;
   void put(std::span<const std::byte> bytes) override;
-  // The next bytes: `skip` of them are dropped, the following fill `slices`, which is borrowed.
-  void set_destination(uint64_t skip, std::span<const Slice> slices) REQUIRES_LOCK(mutex_);
+  // The next bytes: `skip` of them are dropped, the following fill `buffers`, which is borrowed.
+  void set_destination(uint64_t skip, std::span<const Buffer> buffers) REQUIRES_LOCK(mutex_);
   void place(std::span<const std::byte> bytes) REQUIRES_LOCK(mutex_);
   bool is_satisfied() const noexcept REQUIRES_LOCK(mutex_) {
     return skip_ == 0 && into_.room() == 0;
@@ -64,7 +64,7 @@ class HttpBody final : private BodySink {
   bool is_enough(bool to_end) const;
   uint64_t position() const;
   void close() noexcept;
-  void advance(const ResourceIdentity& known, uint64_t offset, std::span<const Slice> slices,
+  void advance(const ResourceIdentity& known, uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& stop);
   void restart(const HttpPlace& place, const ResourceIdentity& known, const std::stop_token& stop);
 

@@ -136,7 +136,7 @@ void HttpExchange::configure_headers(const HttpRequest& request) {
   }
 }
 
-void HttpExchange::configure_upload(ConstSlice body) {
+void HttpExchange::configure_upload(ConstBuffer body) {
   CURL* easy = this->easy();
   upload_ = body;
   append_line(header_lines_, "Expect:");  // its answer would cost one round trip per part

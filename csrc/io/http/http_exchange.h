@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "core/sync.h"
+#include "io/buffers.h"
 #include "io/curl/curl_handle.h"
 #include "io/http/http_message.h"
 #include "io/http/http_options.h"
 #include "io/http/http_reactor.h"
 #include "io/http/http_url.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -45,7 +45,7 @@ struct HttpRequest {
   // Sent like HttpOptions::headers, over those of the same name; borrowed for the constructor.
   const HttpHeaderList* further_headers = nullptr;
   // With it the request is a PUT; borrowed for the exchange.
-  std::optional<ConstSlice> body = std::nullopt;
+  std::optional<ConstBuffer> body = std::nullopt;
   // A body that stalls is given up after kBodyStall already: see HttpFailure::stalled_body.
   bool gives_up_stalled_body = false;
 };
@@ -98,7 +98,7 @@ class HttpExchange final : private HttpTransfer {
   size_t take_body(std::string_view text);
   void configure(const HttpRequest& request);
   void configure_headers(const HttpRequest& request);
-  void configure_upload(ConstSlice body);
+  void configure_upload(ConstBuffer body);
   void note_connection() noexcept;
   void tell() noexcept;
   void ended(CURLcode code) noexcept override;
@@ -114,7 +114,7 @@ class HttpExchange final : private HttpTransfer {
   const std::vector<std::string> secrets_;  // removed from messages
   bool sends_password_ = false;             // in a code of its own
   char error_text_[CURL_ERROR_SIZE] = "";
-  std::optional<ConstSlice> upload_;
+  std::optional<ConstBuffer> upload_;
 
   // Of the thread of the reactor until `accepted_` or `end_`.
   Accept accept_;

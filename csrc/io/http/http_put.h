@@ -5,8 +5,8 @@
 #include <stop_token>
 #include <string>
 
+#include "io/buffers.h"
 #include "io/http/http_client.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -28,7 +28,7 @@ struct HttpPut {
   std::function<bool(const HttpFailure&)> adapt;
   // For messages, without credentials: "s3://bucket/key". Empty: the URL without its query.
   std::string display_name;
-  ConstSlice body;
+  ConstBuffer body;
 };
 
 // Returns the head of the 2xx response (its ETag, for a part of a multipart upload). Throws Error:

@@ -6,13 +6,13 @@
 namespace tensorizer::io {
 
 RangeFetch::RangeFetch(HttpClient& client, const ResourceIdentity& known, uint64_t offset,
-                       std::span<const Slice> slices, const RangeSource::Progress& progress)
+                       std::span<const Buffer> buffers, const RangeSource::Progress& progress)
     : client_(client),
       known_(known),
       offset_(offset),
-      nbytes_(total_nbytes(slices)),
+      nbytes_(total_nbytes(buffers)),
       progress_(progress),
-      into_(slices) {
+      into_(buffers) {
   if (auto line = condition_header(known)) request_.header_lines.push_back(std::move(*line));
   request_.gives_up_stalled_body = true;
 }

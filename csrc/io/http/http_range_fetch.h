@@ -6,19 +6,19 @@
 #include <span>
 #include <stop_token>
 
+#include "io/buffers.h"
 #include "io/http/http_client.h"
 #include "io/range_source.h"
-#include "io/slices.h"
 
 namespace tensorizer::io {
 
 // Confined to one thread, but for the sink, which belongs to the exchange while there is one.
 class RangeFetch final : private BodySink {
  public:
-  // Fills `slices` with the bytes from `offset` on. `known` is the object's identity; all outlive
+  // Fills `buffers` with the bytes from `offset` on. `known` is the object's identity; all outlive
   // this.
   RangeFetch(HttpClient& client, const ResourceIdentity& known, uint64_t offset,
-             std::span<const Slice> slices, const RangeSource::Progress& progress);
+             std::span<const Buffer> buffers, const RangeSource::Progress& progress);
 
   // Returns the bytes that were read: all, or fewer where the object of unknown size has ended.
   // `earlier`, if not null, counts as the first try.

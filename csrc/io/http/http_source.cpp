@@ -34,12 +34,12 @@ void HttpSource::open_first(const std::stop_token& stop) {
   auto body = std::make_unique<HttpBody>(client_);
   request_head(*body, stop);
   note_first(body->exchange());
-  const Slice head(head_);
+  const Buffer head(head_);
   std::optional<HttpFailure> broke;
   try {
     // A ranged body is read to its end, so that the connection can be used again.
     const HttpPlace place(client_.places, stop);
-    body->receive(begin_, std::span<const Slice>(&head, 1), stop, has_ranges_ && !head_.empty());
+    body->receive(begin_, std::span<const Buffer>(&head, 1), stop, has_ranges_ && !head_.empty());
   } catch (const HttpFailure& failure) {
     if (!failure.transient) throw open_error(failure, 1);
     broke = failure;
@@ -56,8 +56,8 @@ void HttpSource::open_first(const std::stop_token& stop) {
   }
   body.reset();  // the rest is another request's
   if (received == head_.size()) return;
-  const Slice rest = head.subspan(received);
-  received += fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop, {},
+  const Buffer rest = head.subspan(received);
+  received += fetch(begin_ + received, std::span<const Buffer>(&rest, 1), stop, {},
                     broke ? &*broke : nullptr);
   head_.resize(received);
 }
@@ -159,7 +159,7 @@ SourceTraits HttpSource::traits() const {
   traits.gap_nbytes = kGapNbytes;
   traits.sequential = !has_ranges_ && !is_in_memory();
   if (traits.sequential || is_in_memory()) return traits;
-  traits.waits = true;
+  traits.remote = true;
   traits.concurrency = client_.places.limit.get();
   if (const auto end = size()) {
     const uint64_t units = std::max<uint64_t>(1, ceil_div(*end, traits.unit_nbytes));
@@ -178,14 +178,14 @@ uint64_t HttpSource::bytes_read() const noexcept {
   return client_.counters.bytes.load(std::memory_order_relaxed);
 }
 
-void HttpSource::read_telling(uint64_t offset, std::span<const Slice> slices,
+void HttpSource::read_telling(uint64_t offset, std::span<const Buffer> buffers,
                               const std::stop_token& stop, const Progress& progress) {
-  const uint64_t nbytes = total_nbytes(slices);
+  const uint64_t nbytes = total_nbytes(buffers);
   const auto end = size();
   const auto last = checked_add(offset, nbytes);
   uint64_t got = 0;
   if (last && (!end || *last <= *end)) {
-    got = read_some(offset, slices, stop, progress);
+    got = read_some(offset, buffers, stop, progress);
     if (got == nbytes) return;
   }
   const auto found = size();
@@ -196,49 +196,49 @@ void HttpSource::read_telling(uint64_t offset, std::span<const Slice> slices,
               name_, offset);
 }
 
-uint64_t HttpSource::read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) {
+uint64_t HttpSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {
   std::optional<uint64_t> end = size();
   if (!end) end = end_;
   if (end) {
     if (offset >= *end) return 0;
     into = into.first(static_cast<size_t>(std::min<uint64_t>(into.size(), *end - offset)));
   }
-  return read_some(offset, std::span<const Slice>(&into, 1), stop);
+  return read_some(offset, std::span<const Buffer>(&into, 1), stop);
 }
 
-uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
+uint64_t HttpSource::read_some(uint64_t offset, std::span<const Buffer> buffers,
                                const std::stop_token& stop, const Progress& progress) {
-  const uint64_t nbytes = total_nbytes(slices);
+  const uint64_t nbytes = total_nbytes(buffers);
   if (closed_.load()) throw Error(Errc::invalid_argument, name_ + " is closed", name_, offset);
   if (nbytes == 0) return 0;
   uint64_t from_head = 0;
   if (offset >= begin_ && offset - begin_ < head_.size()) {
     from_head = std::min(nbytes, head_.size() - (offset - begin_));
-    ScatterCursor into(slices);
+    ScatterCursor into(buffers);
     into.put({head_.data() + (offset - begin_), static_cast<size_t>(from_head)});
   }
   if (from_head == nbytes) return nbytes;
-  if (from_head == 0) return fetch(offset, slices, stop, progress);
+  if (from_head == 0) return fetch(offset, buffers, stop, progress);
   Progress behind_head;
   if (progress) behind_head = [&](uint64_t fetched) { progress(from_head + fetched); };
-  return from_head + fetch(offset + from_head, part_of(slices, from_head, nbytes - from_head), stop,
-                           behind_head);
+  return from_head + fetch(offset + from_head, part_of(buffers, from_head, nbytes - from_head),
+                           stop, behind_head);
 }
 
-uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
+uint64_t HttpSource::fetch(uint64_t offset, std::span<const Buffer> buffers,
                            const std::stop_token& stop, const Progress& progress,
                            const HttpFailure* earlier) {
   uint64_t received = 0;
   if (has_ranges_) {
-    RangeFetch range(client_, identity_, offset, slices, progress);
+    RangeFetch range(client_, identity_, offset, buffers, progress);
     received = range.run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
     std::unique_ptr<HttpBody>& body = *sequential_;
     if (!body) body = std::make_unique<HttpBody>(client_);
-    received = body->read_at(identity_, offset, slices, stop, earlier);
+    received = body->read_at(identity_, offset, buffers, stop, earlier);
   }
-  if (received < total_nbytes(slices)) note_end(offset + received);
+  if (received < total_nbytes(buffers)) note_end(offset + received);
   return received;
 }
 

@@ -37,15 +37,15 @@ class HttpSource final : public RangeSource {
   std::optional<uint64_t> size() const override;
   SourceTraits traits() const override;
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const Slice> slices,
+  void read_at(uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& stop) override {
-    read_telling(offset, slices, stop, {});
+    read_telling(offset, buffers, stop, {});
   }
-  void read_telling(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+  void read_telling(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
                     const Progress& progress) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   uint64_t bytes_read() const noexcept override;
-  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) override;
+  uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) override;
   void close() noexcept override;
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
@@ -77,9 +77,9 @@ class HttpSource final : public RangeSource {
   bool is_in_memory() const;
   // Fills what lies behind the head; returns the bytes read, fewer only at the end of an object of
   // unknown size.
-  uint64_t fetch(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+  uint64_t fetch(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
                  const Progress& progress = {}, const HttpFailure* earlier = nullptr);
-  uint64_t read_some(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+  uint64_t read_some(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
                      const Progress& progress = {});
   void note_end(uint64_t end);
 

@@ -18,7 +18,7 @@
 #include "core/pages.h"
 #include "core/sync.h"
 #include "core/unique_fd.h"
-#include "io/slices.h"
+#include "io/buffers.h"
 
 namespace tensorizer::io {
 

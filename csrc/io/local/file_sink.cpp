@@ -201,11 +201,11 @@ void FileSink::reserve(uint64_t end) {
   extent_ = end;
 }
 
-void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
+void FileSink::write_at(uint64_t offset, std::span<const ConstBuffer> buffers,
                         const std::stop_token& stop) {
   const uint64_t begin = offset;
   std::array<iovec, kMaxVectors> vectors;
-  for (GatherCursor left(slices); left.room() > 0;) {
+  for (GatherCursor left(buffers); left.room() > 0;) {
     throw_if_stopped(stop);
     const auto count = static_cast<int>(left.places(vectors, left.room()));
     const ssize_t wrote = options_.calls->write(fd_.get(), vectors.data(), count, offset);
@@ -242,7 +242,7 @@ void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
     left -= n;
     read_all(fd_.get(), from + left, buffer.data(), n, name_);
     if (to + left < from + nbytes) damaged_ = true;  // until all has moved
-    write_at(to + left, ConstSlice(buffer.data(), n), {});
+    write_at(to + left, ConstBuffer(buffer.data(), n), {});
   }
   damaged_ = false;
   extent_ = std::max(extent_, to + nbytes);
@@ -303,7 +303,7 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
     std::vector<std::byte> buffer(
         std::min(left, kCopyNbytes));  // this file system cannot: read and write
     read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
-    write_at(static_cast<uint64_t>(out), ConstSlice(buffer), {});
+    write_at(static_cast<uint64_t>(out), ConstBuffer(buffer), {});
     in += static_cast<off_t>(buffer.size());
     out += static_cast<off_t>(buffer.size());
     left -= buffer.size();

@@ -67,14 +67,14 @@ class FileSink final : public RangeSink {
   bool has_mode() const noexcept { return has_mode_; }
   void reserve(uint64_t end) override;
   using RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+  void write_at(uint64_t offset, std::span<const ConstBuffer> buffers,
                 const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
-  bool relocates_aside() const noexcept override { return !target_.empty(); }
+  bool relocates_to_new_file() const noexcept override { return !target_.empty(); }
   void undo_relocate() noexcept override;
   void barrier(const std::stop_token& stop) override;
   bool may_wait(uint64_t nbytes) const noexcept override;
-  bool prompt() const noexcept override { return !is_synced(); }
+  bool in_memory() const noexcept override { return !is_synced(); }
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
   void finish(const std::stop_token& stop) override;

@@ -35,7 +35,7 @@ constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop 
 
 // Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
 // overlayfs (containers) and tmpfs do not.
-std::optional<bool> is_prompt(int fd, uint64_t at) noexcept {
+std::optional<bool> is_page_cached(int fd, uint64_t at) noexcept {
 #if defined(RWF_NOWAIT)
   std::byte byte;
   const iovec one{&byte, 1};
@@ -81,8 +81,8 @@ bool is_cached(int fd, const struct stat& file) noexcept {
     shift = shift * 6364136223846793005U + 1442695040888963407U;
     const uint64_t part = std::max<uint64_t>(nbytes / kSamples, 1);
     const uint64_t at = std::min(part * i + (shift >> 33) % part, nbytes - 1);
-    const std::optional<bool> prompt = is_prompt(fd, at);
-    if (!prompt.value_or(may_ask_for_residence(file) && is_resident(fd, at))) return false;
+    const std::optional<bool> cached = is_page_cached(fd, at);
+    if (!cached.value_or(may_ask_for_residence(file) && is_resident(fd, at))) return false;
   }
   return true;
 }
@@ -255,7 +255,7 @@ SourceTraits FileSource::traits() const {
   // A cached file is bound by the processors, a cold one by the disk.
   if (is_direct()) return {.concurrency = std::max(cpu_quota(), kDirectReaders), .direct = true};
   const std::shared_ptr<const Handle> file = facts();
-  return {.concurrency = file->readers, .streams = file->streams, .prompt = file->cached};
+  return {.concurrency = file->readers, .streams = file->streams, .in_memory = file->cached};
 }
 
 std::shared_ptr<void> FileSource::open_streams() {
@@ -274,17 +274,17 @@ std::shared_ptr<void> FileSource::open_streams() {
   return streams;
 }
 
-void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
+void FileSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
                          const std::stop_token& stop) {
-  const uint64_t wanted = total_nbytes(slices);
+  const uint64_t wanted = total_nbytes(buffers);
   if (offset > nbytes_ || wanted > nbytes_ - offset)
     throw_truncated(name_, offset, wanted, nbytes_);
   const std::shared_ptr<const Handle> file = handle();
-  ScatterCursor left(slices);
+  ScatterCursor left(buffers);
   if (const std::shared_ptr<DirectFile> direct = direct_file(*file))
     direct->read(offset, left, stop);
-  const std::shared_ptr<const Streams> apart = file->streams > 1 ? streams() : nullptr;
-  file->read(offset, left, apart.get(), stop);
+  const std::shared_ptr<const Streams> separate = file->streams > 1 ? streams() : nullptr;
+  file->read(offset, left, separate.get(), stop);
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
 }
 

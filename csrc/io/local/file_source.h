@@ -32,7 +32,7 @@ class FileSource final : public RangeSource {
   std::optional<uint64_t> size() const override { return nbytes_; }
   SourceTraits traits() const override;
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const Slice> slices,
+  void read_at(uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& stop) override;
   uint64_t bytes_read() const noexcept override {
     return bytes_read_.load(std::memory_order_relaxed);

@@ -139,7 +139,7 @@ void RedisHandle::begin_set(std::string_view key, uint64_t nbytes, const std::st
   flush(stop);
 }
 
-void RedisHandle::send_value(ConstSlice piece, bool last, const std::stop_token& stop) {
+void RedisHandle::send_value(ConstBuffer piece, bool last, const std::stop_token& stop) {
   socket_.send_all(piece, stop);
   if (last) output_ += "\r\n";
 }
@@ -161,7 +161,7 @@ void RedisHandle::fill_input(const std::stop_token& stop) {
     begin_ = 0;
     if (end_ == input_.size()) fail_protocol("a reply line of more than 64 KiB");
   }
-  end_ += socket_.receive_some(Slice(input_).subspan(end_), stop);
+  end_ += socket_.receive_some(Buffer(input_).subspan(end_), stop);
 }
 
 RedisReply RedisHandle::read_reply(const std::stop_token& stop) {
@@ -177,7 +177,7 @@ RedisReply RedisHandle::read_reply(const std::stop_token& stop) {
       return reply;
     }
     if (begin_ == end_) fill_input(stop);
-    const ConstSlice bytes = input();
+    const ConstBuffer bytes = input();
     if ((fed += bytes.size()) > kMaxReplyNbytes) fail_protocol("a reply of more than 256 MiB");
     if (redisReaderFeed(reader_.get(), reinterpret_cast<const char*>(bytes.data()), bytes.size()) !=
         REDIS_OK)
@@ -189,7 +189,7 @@ RedisReply RedisHandle::read_reply(const std::stop_token& stop) {
 std::string RedisHandle::read_line(const std::stop_token& stop) {
   size_t searched = 0;
   while (true) {
-    const ConstSlice bytes = input();
+    const ConstBuffer bytes = input();
     const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     const size_t at = text.find("\r\n", searched);
     if (at != std::string_view::npos) {
@@ -218,7 +218,7 @@ void RedisHandle::read_value(ScatterCursor& into, uint64_t wanted, std::string_v
                     "; the key was changed or removed while it was read",
                 server_);
   for (uint64_t left = wanted; left > 0;) {
-    const Slice place = into.place(left);
+    const Buffer place = into.place(left);
     receive_into(place, received, stop);
     into.skip(place.size());
     left -= place.size();
@@ -230,7 +230,7 @@ void RedisHandle::read_value(ScatterCursor& into, uint64_t wanted, std::string_v
     fail_protocol("a string that is longer than announced");
 }
 
-void RedisHandle::receive_into(Slice into, uint64_t& received, const std::stop_token& stop) {
+void RedisHandle::receive_into(Buffer into, uint64_t& received, const std::stop_token& stop) {
   while (!into.empty()) {
     size_t n = 0;
     if (begin_ == end_ && into.size() >= kDirectNbytes) {

@@ -73,7 +73,7 @@ class RedisHandle {
   // Sends `SET key <nbytes bytes>` up to and including the value's length; the value follows by
   // send_value, in pieces whose sizes add up to `nbytes`, the last one with `last`.
   void begin_set(std::string_view key, uint64_t nbytes, const std::stop_token& stop);
-  void send_value(ConstSlice piece, bool last, const std::stop_token& stop);
+  void send_value(ConstBuffer piece, bool last, const std::stop_token& stop);
 
   // The next reply. Throws RedisServerError where it is an error, Errc::io when it is no RESP or
   // unreasonably large.
@@ -101,11 +101,11 @@ class RedisHandle {
   void log_in(const RedisOptions& options, const std::stop_token& stop);
   void fill_input(const std::stop_token& stop);
   std::string read_line(const std::stop_token& stop);
-  void receive_into(Slice into, uint64_t& received, const std::stop_token& stop);
+  void receive_into(Buffer into, uint64_t& received, const std::stop_token& stop);
   // What came is no answer that Redis gives: nothing will be better on another connection.
   [[noreturn]] void fail_protocol(const std::string& problem) const;
   [[noreturn]] void fail_reply(const std::string& text) const;
-  ConstSlice input() const noexcept { return {input_.data() + begin_, end_ - begin_}; }
+  ConstBuffer input() const noexcept { return {input_.data() + begin_, end_ - begin_}; }
 
   std::string server_;
   std::vector<std::string> secrets_;  // the password

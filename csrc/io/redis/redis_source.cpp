@@ -109,12 +109,12 @@ std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std
 
 SourceTraits RedisSource::traits() const {
   // Between two values there may be a hole, so bytes nobody asked for are never fetched along.
-  return {.concurrency = pool_.options().connections, .gap_nbytes = 0, .waits = true};
+  return {.concurrency = pool_.options().connections, .gap_nbytes = 0, .remote = true};
 }
 
-void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,
+void RedisSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
                           const std::stop_token& stop) {
-  const uint64_t wanted = total_nbytes(slices);
+  const uint64_t wanted = total_nbytes(buffers);
   uint64_t received = 0;
   struct Counter {  // what arrived counts, also when the read fails
     ~Counter() { total.fetch_add(received, std::memory_order_relaxed); }
@@ -126,14 +126,14 @@ void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,
       [&](RedisHandle& redis) {
         const auto pieces =
             layout_->plan(name_, offset + received, wanted - received, kPieceNbytes);
-        fetch(redis, pieces, ScatterCursor(slices, received), received, stop);
+        fetch(redis, pieces, ScatterCursor(buffers, received), received, stop);
       });
 }
 
-uint64_t RedisSource::read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) {
+uint64_t RedisSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {
   if (offset >= end()) return 0;
   into = into.first(static_cast<size_t>(std::min<uint64_t>(into.size(), end() - offset)));
-  read_at(offset, std::span<const Slice>(&into, 1), stop);
+  read_at(offset, std::span<const Buffer>(&into, 1), stop);
   return into.size();
 }
 

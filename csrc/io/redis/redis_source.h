@@ -31,11 +31,11 @@ class RedisSource final : public RangeSource {
   // is there must go on working.
   std::optional<uint64_t> size() const override { return std::nullopt; }
   SourceTraits traits() const override;
-  void read_at(uint64_t offset, std::span<const Slice> slices,
+  void read_at(uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& stop) override;
   using RangeSource::read_at;
   // Throws Errc::malformed where a hole lies in between.
-  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) override;
+  uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) override;
   uint64_t bytes_read() const noexcept override {
     return bytes_read_.load(std::memory_order_relaxed);
   }

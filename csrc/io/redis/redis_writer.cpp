@@ -13,7 +13,7 @@ constexpr uint64_t kSmallNbytes = uint64_t{1} << 20;
 constexpr uint64_t kReadNbytes = uint64_t{4} << 20;
 constexpr size_t kPipelinedWrites = 1024;
 
-std::string_view as_text(ConstSlice bytes) {
+std::string_view as_text(ConstBuffer bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
@@ -61,7 +61,7 @@ void RedisWriter::remove(const std::string& key, const std::stop_token& stop) {
   pool_.give_back(std::move(redis));
 }
 
-void RedisWriter::put(const std::string& key, ConstSlice value, const std::stop_token& stop) {
+void RedisWriter::put(const std::string& key, ConstBuffer value, const std::stop_token& stop) {
   std::unique_ptr<RedisHandle> redis = pool_.take(stop);
   redis->begin_set(key, value.size(), stop);
   redis->send_value(value, true, stop);
@@ -99,12 +99,12 @@ void RedisWriter::run_job(RangeSource& source, std::span<const RedisRecord> reco
 }
 
 void RedisWriter::write_small(RedisHandle& redis, std::span<const RedisRecord> records,
-                              ConstSlice bytes, const std::stop_token& stop) {
+                              ConstBuffer bytes, const std::stop_token& stop) {
   const uint64_t origin = records.front().header_offset;
   for (const RedisRecord& record : records) {
-    const ConstSlice header =
+    const ConstBuffer header =
         bytes.subspan(record.header_offset - origin, record.data_offset - record.header_offset);
-    const ConstSlice data = bytes.subspan(record.data_offset - origin, record.data_nbytes);
+    const ConstBuffer data = bytes.subspan(record.data_offset - origin, record.data_nbytes);
     const std::string header_key = key_at(record, record.header_offset);
     if (data.empty())
       redis.append({"SET", header_key, as_text(header)});
@@ -131,10 +131,10 @@ void RedisWriter::write_large(RedisHandle& redis, RangeSource& source, const Red
     redis.begin_set(key_at(record, record.data_offset + start), end - start, stop);
     ++replies;
     for (uint64_t at = start; at < end; at += buffer.size()) {
-      const Slice piece = Slice(buffer).first(std::min<uint64_t>(buffer.size(), end - at));
+      const Buffer piece = Buffer(buffer).first(std::min<uint64_t>(buffer.size(), end - at));
       // The header precedes the payload and comes with its first piece, in one request to the
       // source.
-      const Slice both[] = {Slice(header), piece};
+      const Buffer both[] = {Buffer(header), piece};
       if (at == 0)
         source.read_at(record.header_offset, both, stop);
       else

@@ -51,7 +51,7 @@ class RedisWriter {
   std::vector<bool> exist(const std::vector<std::string>& keys, const std::stop_token& stop);
 
   void remove(const std::string& key, const std::stop_token& stop);
-  void put(const std::string& key, ConstSlice value, const std::stop_token& stop);
+  void put(const std::string& key, ConstBuffer value, const std::stop_token& stop);
 
   // Writes the records. A record's header key never stands beside a payload that is not its own: it
   // is stored with it or after it, so that its existence vouches for the payload. Returns when all
@@ -63,7 +63,7 @@ class RedisWriter {
  private:
   void run_job(RangeSource& source, std::span<const RedisRecord> records,
                const std::stop_token& stop);
-  void write_small(RedisHandle& redis, std::span<const RedisRecord> records, ConstSlice bytes,
+  void write_small(RedisHandle& redis, std::span<const RedisRecord> records, ConstBuffer bytes,
                    const std::stop_token& stop);
   void write_large(RedisHandle& redis, RangeSource& source, const RedisRecord& record,
                    const std::stop_token& stop);

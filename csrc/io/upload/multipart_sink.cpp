@@ -195,7 +195,7 @@ MultipartSink::Room MultipartSink::enter_part(uint64_t offset, uint64_t nbytes,
   ++part.writers;
   dirty_ = true;
   const uint64_t n = std::min(nbytes, part.end() - offset);
-  return {index, Slice(part.bytes.get() + (offset - part.begin), n)};
+  return {index, Buffer(part.bytes.get() + (offset - part.begin), n)};
 }
 
 void MultipartSink::leave_part(size_t index, uint64_t begin, uint64_t end) {
@@ -207,9 +207,9 @@ void MultipartSink::leave_part(size_t index, uint64_t begin, uint64_t end) {
   queue_if_due(index);
 }
 
-void MultipartSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
+void MultipartSink::write_at(uint64_t offset, std::span<const ConstBuffer> buffers,
                              const std::stop_token& stop) {
-  for (ConstSlice from : slices) {
+  for (ConstBuffer from : buffers) {
     while (!from.empty()) {
       throw_if_stopped(stop);
       const Room room = enter_part(offset, from.size(), stop);
@@ -224,7 +224,7 @@ void MultipartSink::write_at(uint64_t offset, std::span<const ConstSlice> slices
 }
 
 bool MultipartSink::fill_at(uint64_t offset, uint64_t nbytes,
-                            const std::function<void(Slice)>& fill, const std::stop_token& stop) {
+                            const std::function<void(Buffer)>& fill, const std::stop_token& stop) {
   {
     MutexLock lock(mutex_);
     throw_if_failed();
@@ -365,7 +365,7 @@ void MultipartSink::wait_until_created() {
   throw_if_failed();
 }
 
-ConstSlice MultipartSink::bytes_of(size_t index) const {
+ConstBuffer MultipartSink::bytes_of(size_t index) const {
   MutexLock lock(mutex_);
   return {parts_[index].bytes.get(), parts_[index].nbytes};
 }

@@ -44,13 +44,13 @@ class MultipartTransport {
   virtual void create(const std::stop_token& stop) = 0;
   // Stores part `number`, from 1 on; returns its ETag. `bytes` is not read any more after the
   // return.
-  virtual std::string put_part(int number, ConstSlice bytes, const std::stop_token& stop) = 0;
+  virtual std::string put_part(int number, ConstBuffer bytes, const std::stop_token& stop) = 0;
   // Makes the object of all parts. `etags[i]` is that of part i + 1.
   virtual void complete(const std::vector<std::string>& etags, const std::stop_token& stop) = 0;
   // Ends an upload that was created and not completed.
   virtual void abort() noexcept = 0;
   // Stores the whole object at once; in place of all the above.
-  virtual void put_object(ConstSlice bytes, const std::stop_token& stop) = 0;
+  virtual void put_object(ConstBuffer bytes, const std::stop_token& stop) = 0;
 };
 
 struct MultipartOptions {
@@ -94,9 +94,9 @@ class MultipartSink final : public RangeSink {
   void reserve_head(uint64_t end) override;
   void reserve(uint64_t end) override;
   using RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+  void write_at(uint64_t offset, std::span<const ConstBuffer> buffers,
                 const std::stop_token& stop) override;
-  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(Slice)>& fill,
+  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(Buffer)>& fill,
                const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
@@ -128,7 +128,7 @@ class MultipartSink final : public RangeSink {
 
   struct Room {
     size_t index = 0;
-    Slice bytes;
+    Buffer bytes;
   };
 
   PartSizes part_sizes() const REQUIRES_LOCK(mutex_);
@@ -150,7 +150,7 @@ class MultipartSink final : public RangeSink {
   void send_queued() noexcept;
   void create_once() noexcept;
   void wait_until_created();
-  ConstSlice bytes_of(size_t index) const;
+  ConstBuffer bytes_of(size_t index) const;
   void upload(size_t index);
   // Whatever goes wrong is the failure of the whole upload.
   void upload_or_fail(size_t index) noexcept;
