@@ -105,7 +105,7 @@ class PythonTransport final : public io::MultipartTransport {
 
 // The end of an upload waits for its threads, which may be waiting for the lock.
 void destroy(MultipartSink* sink) {
-  if (sink->is_foreign_process() || interpreter_is_finalizing()) return;  // leaks on purpose
+  if (!sink->is_of_this_process() || interpreter_is_finalizing()) return;  // leaks on purpose
   if (!PyGILState_Check()) {
     delete sink;
     return;

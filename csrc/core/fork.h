@@ -14,6 +14,16 @@ namespace tensorizer {
 // has a number that its parent never has.
 uint64_t fork_generation() noexcept;
 
+// The process that has made an object, or has made its name, its threads or its connections. A
+// forked child, which has a copy of the object, leaves those alone.
+class OwnerProcess {
+ public:
+  bool is_this_one() const noexcept { return generation_ == fork_generation(); }
+
+ private:
+  uint64_t generation_ = fork_generation();
+};
+
 // A T that a forked child has anew, made when it is first asked for there. What the parent has made
 // is neither used nor destroyed in the child. Safe from many threads; T locks itself.
 template <class T>

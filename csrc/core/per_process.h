@@ -2,10 +2,10 @@
 // parent's threads were doing with theirs. Never destroyed: threads may use it until the end.
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <atomic>
+#include <cstdint>
+
+#include "core/fork.h"
 
 namespace tensorizer {
 
@@ -16,10 +16,10 @@ class PerProcess {
 
   // Of the calling process, made when first asked for. Safe from many threads; T locks itself.
   T& get() {
-    const pid_t process = getpid();
+    const uint64_t now = fork_generation();
     Node* node = current_.load(std::memory_order_acquire);
-    while (node == nullptr || node->process != process) {
-      Node* fresh = new Node{process, {}};
+    while (node == nullptr || node->made_in != now) {
+      Node* fresh = new Node{now, {}};
       // What was there belongs to a parent, whose locks may be held: it is left alone.
       if (current_.compare_exchange_strong(node, fresh, std::memory_order_acq_rel))
         return fresh->value;
@@ -30,7 +30,7 @@ class PerProcess {
 
  private:
   struct Node {
-    const pid_t process;
+    const uint64_t made_in;
     T value;
   };
   std::atomic<Node*> current_{nullptr};

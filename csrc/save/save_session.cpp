@@ -1,7 +1,5 @@
 #include "save/save_session.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 
@@ -41,11 +39,7 @@ struct SaveSession::Call {
 
 SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
                          const SaveOptions& options)
-    : sink_(std::move(sink)),
-      start_(start),
-      options_(options),
-      metadata_(options.metadata),
-      process_(getpid()) {
+    : sink_(std::move(sink)), start_(start), options_(options), metadata_(options.metadata) {
   if (options_.key) {
     tag_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::tag);
     mark_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::mark);
@@ -55,8 +49,6 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
 }
 
 SaveSession::~SaveSession() = default;
-
-bool SaveSession::is_copy_of_fork() const noexcept { return process_ != getpid(); }
 
 // A fresh random nonce whose chunk nonces cannot meet those of another record of this file: bytes 8
 // to 15 differ, and the lower 8 are far from overflowing. Its end is the mark of an authenticated
@@ -99,7 +91,7 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
                              std::span<const format::TensorPath> paths,
                              std::span<const TieToWrite> ties, bool growing,
                              const std::stop_token& stop) {
-  if (is_copy_of_fork())
+  if (!owner_.is_this_one())
     throw Error(Errc::invalid_argument,
                 sink_->name() + " is written by the process that opened it: a forked child cannot",
                 sink_->name());
@@ -515,7 +507,7 @@ void SaveSession::restore_head() noexcept {
 }
 
 void SaveSession::abort_call() noexcept {
-  if (call_ && !is_copy_of_fork()) undo(*call_);
+  if (call_ && owner_.is_this_one()) undo(*call_);
   call_.reset();
 }
 
@@ -538,7 +530,7 @@ uint64_t SaveSession::published_nbytes() const noexcept {
 }
 
 void SaveSession::finish(const std::stop_token& stop) {
-  if (is_copy_of_fork()) return abandon();
+  if (!owner_.is_this_one()) return abandon();
   try {
     publish_waiting(stop);
     sink_->finish(stop);
@@ -551,7 +543,7 @@ void SaveSession::finish(const std::stop_token& stop) {
 void SaveSession::abandon() noexcept {
   try {
     abort_call();
-    if (!is_copy_of_fork()) publish_waiting({});
+    if (owner_.is_this_one()) publish_waiting({});
   } catch (...) {  // the content that was published before stays
   }
   sink_->abandon();

@@ -15,6 +15,7 @@
 #include <stop_token>
 #include <vector>
 
+#include "core/fork.h"
 #include "crypto/authentication.h"
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
@@ -107,7 +108,6 @@ class SaveSession {
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
 
  private:
-  bool is_copy_of_fork() const noexcept;
   struct Call;
 
   // How the content is published.
@@ -163,7 +163,7 @@ class SaveSession {
   const uint64_t start_;
   const SaveOptions options_;
   std::vector<format::OwnedPair> metadata_;
-  const int process_;  // that writes the file; a child that copied it does not
+  const OwnerProcess owner_;                   // writes the file; a forked child does not
   std::optional<crypto::SecretKey> tag_key_;   // derived from the key of encrypted files
   std::optional<crypto::SecretKey> mark_key_;  // likewise
   format::PathSet paths_{Errc::invalid_argument};

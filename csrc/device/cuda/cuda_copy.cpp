@@ -1,7 +1,5 @@
 #include "device/cuda/cuda_copy.h"
 
-#include <unistd.h>
-
 #include <set>
 
 #include "device/cuda/cuda_copier.h"
@@ -25,7 +23,7 @@ LiveEngines& live_engines() {
 }  // namespace
 
 CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
-    : owner_(::getpid()), caller_(reinterpret_cast<Stream>(options.caller_stream)) {
+    : caller_(reinterpret_cast<Stream>(options.caller_stream)) {
   Device& device = Device::get(options.device);
   std::shared_ptr<PinnedBuffers> buffers = device.use_pinned(options.pinned);
   state_ = std::make_unique<CopierState>(device, std::move(buffers), device.context(),
@@ -57,7 +55,7 @@ std::string CudaCopyEngine::why_not_opened(const std::stop_token& stop) {
 }
 
 CudaCopyEngine::~CudaCopyEngine() {
-  if (::getpid() != owner_) {
+  if (!owner_.is_this_one()) {
     static_cast<void>(state_.release());  // all of it belongs to the parent
     return;
   }
@@ -70,7 +68,7 @@ CudaCopyEngine::~CudaCopyEngine() {
 }
 
 CopierState& CudaCopyEngine::state() const {
-  if (::getpid() != owner_)
+  if (!owner_.is_this_one())
     throw Error(Errc::device, "a CUDA copy engine does not work in a forked child");
   return *state_;
 }
@@ -118,7 +116,7 @@ std::unique_ptr<Copier> CudaCopyEngine::make_copier(bool secret) {
 }
 
 void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
-  if (::getpid() != owner_ || state_->cancelled.load()) return;
+  if (!owner_.is_this_one() || state_->cancelled.load()) return;
   try {
     const ContextGuard current(state_->device.driver(), state_->context);
     Result end = kSuccess;
@@ -136,7 +134,7 @@ void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
 }
 
 void CudaCopyEngine::cancel() noexcept {
-  if (::getpid() != owner_) return;
+  if (!owner_.is_this_one()) return;
   state_->cancelled.store(true);
   state_->buffers->wake_all();
 }

@@ -12,12 +12,11 @@
 // may be used again. A child forked meanwhile may destroy its copy, and nothing else.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "core/fork.h"
 #include "device/copy_engine.h"
 #include "device/cuda/cuda_device.h"
 
@@ -66,7 +65,7 @@ class CudaCopyEngine final : public CopyEngine {
  private:
   CopierState& state() const;
 
-  const pid_t owner_;
+  const OwnerProcess owner_;
   const Stream caller_;
   std::unique_ptr<CopierState> state_;
 };

@@ -1,12 +1,12 @@
 #include "device/cuda/driver.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <memory>
 #include <type_traits>
 
+#include "core/fork.h"
 #include "core/sync.h"
 
 namespace tensorizer::device::cuda {
@@ -26,7 +26,7 @@ struct Loader {
   std::string library GUARDED_BY(mutex) = "libcuda.so.1";
   std::unique_ptr<Driver> opened GUARDED_BY(mutex);  // functions found, cuInit not called
   std::atomic<const Driver*> ready{nullptr};  // set once, after cuInit; release/acquire publishes
-  std::atomic<pid_t> owner{0};                // the process whose threads may lock `mutex`
+  std::atomic<uint64_t> owner{0};             // 1 + the generation whose threads may lock `mutex`
 };
 
 Loader& loader() {
@@ -94,8 +94,8 @@ std::unique_ptr<Driver> open_driver(const std::string& library) {
 // Called before the mutex is touched: in a forked child it may be locked for ever by a thread that
 // is not there.
 void claim_for_this_process(Loader& state) {
-  pid_t expected = 0;
-  const pid_t self = ::getpid();
+  uint64_t expected = 0;
+  const uint64_t self = fork_generation() + 1;
   if (state.owner.compare_exchange_strong(expected, self) || expected == self) return;
   throw Error(Errc::device,
               "CUDA cannot be used here: this process was forked after its parent had begun to use "
@@ -114,7 +114,7 @@ const Driver& initialise(Loader& state) {
   const Driver& driver = opened_driver(state);
   check(driver, driver.cuInit(0), "initialising the CUDA driver");
   state.ready.store(&driver, std::memory_order_release);
-  state.owner.store(::getpid());
+  state.owner.store(fork_generation() + 1);
   return driver;
 }
 
@@ -150,7 +150,7 @@ const Driver& driver() {
 
 bool driver_is_in_use() noexcept {
   const Loader& state = loader();
-  return state.owner.load() == ::getpid() && state.ready.load(std::memory_order_acquire);
+  return state.owner.load() == fork_generation() + 1 && state.ready.load(std::memory_order_acquire);
 }
 
 bool driver_is_present() {

@@ -104,7 +104,7 @@ std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes) {
 }
 
 CacheEntry::~CacheEntry() {
-  if (!lock_ || made_in_ != fork_generation()) return;
+  if (!lock_ || !owner_.is_this_one()) return;
   end_copy();
   unlock();
 }

@@ -57,7 +57,7 @@ class CacheEntry {
   CacheEntry() = default;
 
   UniqueFd folder_, lock_;
-  const uint64_t made_in_ = fork_generation();
+  const OwnerProcess owner_;
 };
 
 }  // namespace tensorizer::io

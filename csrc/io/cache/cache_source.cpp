@@ -74,21 +74,19 @@ void CacheSource::check_descriptors() {
 
 CacheSource::~CacheSource() { release(); }
 
-bool CacheSource::belongs_to_this_process() const noexcept { return fork_generation() == made_in_; }
-
 std::shared_ptr<FileSource> CacheSource::disk() const {
   MutexLock lock(mutex_);
   return disk_;
 }
 
 std::shared_ptr<CacheCopy> CacheSource::copy() const {
-  if (!belongs_to_this_process()) return nullptr;
+  if (!owner_.is_this_one()) return nullptr;
   MutexLock lock(mutex_);
   return copy_;
 }
 
 void CacheSource::release() noexcept {
-  if (!belongs_to_this_process()) return;
+  if (!owner_.is_this_one()) return;
   try {  // what came whole with the opening costs no request
     if (view(0, key_.nbytes) != nullptr) begin_load(milliseconds(0), {});
   } catch (const std::exception&) {  // there is no copy then
@@ -233,7 +231,7 @@ void CacheSource::begin_load(uint64_t nbytes, const std::stop_token& stop) {
 }
 
 void CacheSource::begin_load(milliseconds patience, const std::stop_token& stop) {
-  if (!network_ || disk() || !belongs_to_this_process() || key_.about.empty() ||
+  if (!network_ || disk() || !owner_.is_this_one() || key_.about.empty() ||
       has_begun_.exchange(true))
     return;
   try {

@@ -74,7 +74,6 @@ class CacheSource final : public RangeSource {
   void add_head(CacheCopy& copy, const std::stop_token& stop);
   void complete(CacheCopy& copy);
   void make_none(const std::string& why);
-  bool belongs_to_this_process() const noexcept;
   std::shared_ptr<FileSource> disk() const;
   std::shared_ptr<CacheCopy> copy() const;
   bool read_disk(FileSource& disk, uint64_t offset, std::span<const Buffer> buffers,
@@ -86,7 +85,7 @@ class CacheSource final : public RangeSource {
   const CacheKey key_;
   const std::shared_ptr<RangeSource> network_;  // nullptr: offline
   const std::string name_;
-  const uint64_t made_in_ = fork_generation();
+  const OwnerProcess owner_;
   bool was_complete_ = false;
   std::atomic<bool> has_begun_{false};  // a load of the whole object
   std::atomic<bool> patient_{false};

@@ -117,7 +117,7 @@ FileSink::~FileSink() { close_all(); }
 
 // The name belongs to the process that made it, not to a child that was forked meanwhile.
 void FileSink::drop_temporary() noexcept {
-  if (!temporary_.empty() && owner_ == getpid()) options_.calls->unlink(temporary_);
+  if (!temporary_.empty() && owner_.is_this_one()) options_.calls->unlink(temporary_);
   temporary_.clear();
 }
 
@@ -136,7 +136,7 @@ void FileSink::open_unnamed() {
   }
   drop_temporary();
   temporary_ = temporary;
-  owner_ = getpid();
+  owner_ = OwnerProcess();
   fd_ = std::move(fd);
   named_ = false;
   extent_ = 0;
@@ -149,7 +149,7 @@ void FileSink::open_in_place() {
   if (is_made_) fd = UniqueFd(options_.calls->open_new(place_, 0666));
   if (!fd) throw_errno("cannot write", place_, errno);
   fd_ = std::move(fd);
-  owner_ = getpid();
+  owner_ = OwnerProcess();
   extent_ = 0;
 }
 
@@ -356,7 +356,7 @@ void FileSink::take_name(uint64_t end, const std::stop_token& stop) {
     std::string temporary = temporary_name(target_);
     if (calls.link(fd_.get(), temporary) == 0) {
       temporary_ = std::move(temporary);
-      owner_ = getpid();
+      owner_ = OwnerProcess();
     } else {
       failed = "cannot name";
     }
@@ -416,7 +416,7 @@ void FileSink::finish(const std::stop_token& /*stop*/) {
 
 void FileSink::close_all() noexcept {
   fd_.reset();
-  if (is_made_ && !published_ && owner_ == getpid()) options_.calls->unlink(place_);
+  if (is_made_ && !published_ && owner_.is_this_one()) options_.calls->unlink(place_);
   is_made_ = false;
   replaced_.reset();
   drop_temporary();

@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 
+#include "core/fork.h"
 #include "core/unique_fd.h"
 #include "io/local/file_calls.h"
 #include "io/range_sink.h"
@@ -102,7 +103,7 @@ class FileSink final : public RangeSink {
   std::string name_;
   std::string target_;     // empty: an open descriptor, no name to take
   std::string temporary_;  // name of the file while it has one; empty for an unnamed file
-  pid_t owner_ = 0;        // the process that made that name
+  OwnerProcess owner_;     // made that name
   PathOptions options_;
   std::string place_;     // the path of a file that is written in place
   bool is_made_ = false;  // it was not there before

@@ -1,7 +1,5 @@
 #include "io/upload/multipart_sink.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -53,17 +51,12 @@ uint64_t PartSizes::nbytes(uint64_t index) const noexcept {
 
 MultipartSink::MultipartSink(std::unique_ptr<MultipartTransport> transport, std::string name,
                              const MultipartOptions& options)
-    : transport_(std::move(transport)),
-      name_(std::move(name)),
-      options_(options),
-      process_(::getpid()) {}
+    : transport_(std::move(transport)), name_(std::move(name)), options_(options) {}
 
 MultipartSink::~MultipartSink() {
   abandon();
-  if (is_foreign_process()) static_cast<void>(threads_.release());  // they run in the parent
+  if (!owner_.is_this_one()) static_cast<void>(threads_.release());  // they run in the parent
 }
-
-bool MultipartSink::is_foreign_process() const noexcept { return ::getpid() != process_; }
 
 bool MultipartSink::has_content() const {
   MutexLock lock(mutex_);
@@ -451,7 +444,7 @@ void MultipartSink::rollback(uint64_t) noexcept {
 }
 
 void MultipartSink::abandon() noexcept {
-  if (is_foreign_process()) return;
+  if (!owner_.is_this_one()) return;
   fail(std::make_exception_ptr(aborted(name_, "the upload was given up")));
   stop_threads();
 }

@@ -26,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/fork.h"
 #include "core/pages.h"
 #include "core/sync.h"
 #include "io/byte_ranges.h"
@@ -108,7 +109,7 @@ class MultipartSink final : public RangeSink {
   // True once a call was published that no failure has made void.
   bool has_content() const;
   // True after a fork, in the child.
-  bool is_foreign_process() const noexcept;
+  bool is_of_this_process() const noexcept { return owner_.is_this_one(); }
 
   // For tests: the most bytes that part buffers have taken at once.
   uint64_t peak_nbytes() const;
@@ -163,7 +164,7 @@ class MultipartSink final : public RangeSink {
   const std::unique_ptr<MultipartTransport> transport_;
   const std::string name_;
   const MultipartOptions options_;
-  const int process_;
+  const OwnerProcess owner_;
   std::stop_source stop_;  // of the uploads
 
   mutable Mutex mutex_;
