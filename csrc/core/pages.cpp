@@ -9,6 +9,7 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/wipe.h"
 
 namespace tensorizer {
 
@@ -57,11 +58,11 @@ void clear_pages(std::span<std::byte> memory) noexcept {
   const std::span<std::byte> whole =
       memory.subspan(head).first(align_down(memory.size() - head, page));
   const std::span<std::byte> tail = memory.subspan(head + whole.size());
-  explicit_bzero(memory.data(), head);
-  if (!tail.empty()) explicit_bzero(tail.data(), tail.size());
+  wipe(memory.data(), head);
+  wipe(tail.data(), tail.size());
   // Refused for locked memory, for one.
   if (!whole.empty() && madvise(whole.data(), whole.size(), MADV_DONTNEED) != 0)
-    explicit_bzero(whole.data(), whole.size());
+    wipe(whole.data(), whole.size());
 }
 
 }  // namespace tensorizer

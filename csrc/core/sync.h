@@ -23,7 +23,7 @@ class TZR_TSA(capability("mutex")) Mutex {
  public:
   void lock() TZR_TSA(acquire_capability()) { mutex_->lock(); }
   void unlock() TZR_TSA(release_capability()) {
-    // Who held it when it forked gives nothing back in the child.
+    // A thread that held it at the fork does not exist in the child.
     if (std::mutex* mutex = mutex_.current()) mutex->unlock();
   }
 

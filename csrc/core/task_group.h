@@ -13,14 +13,14 @@
 
 namespace tensorizer {
 
-// The call that a thread works for: whoever waits for it may have to do some of its work. Made and
+// The call that a thread works for: the thread that waits for it may do some of its work. Made and
 // used by bind/; threads of a TaskGroup inherit it from the thread that spawns them.
 class Caller {
  protected:
   ~Caller() = default;
 };
 
-// Of this thread; null where it works for nobody.
+// Of this thread; null where it works for no call.
 inline Caller*& current_caller() noexcept {
   static thread_local Caller* caller = nullptr;
   return caller;

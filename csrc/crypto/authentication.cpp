@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "core/wipe.h"
 #include "crypto/secret_key.h"
 
 namespace tensorizer::crypto {
@@ -41,7 +42,7 @@ struct ExpandedKey {
   }
   ExpandedKey(const ExpandedKey&) = delete;
   ExpandedKey& operator=(const ExpandedKey&) = delete;
-  ~ExpandedKey() { sodium_memzero(secret.data(), secret.size()); }
+  ~ExpandedKey() { wipe(secret.data(), secret.size()); }
 
   PublicKeyBytes public_key{};
   std::array<unsigned char, crypto_sign_SECRETKEYBYTES> secret{};

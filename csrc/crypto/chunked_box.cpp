@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "core/endian.h"
+#include "core/wipe.h"
 #include "crypto/kernels/box_kernel.h"
 
 namespace tensorizer::crypto {
@@ -53,7 +54,7 @@ bool open(std::span<std::byte> plain, std::span<const std::byte> cipher,
           const SecretKey& key) noexcept {
   const bool genuine = current().open(mutable_u8(plain), u8(cipher), u8(mac), cipher.size(),
                                       u8(nonce), u8(key.bytes()));
-  if (!genuine && plain.data() != cipher.data()) wipe(plain);
+  if (!genuine && plain.data() != cipher.data()) wipe(plain.data(), plain.size());
   return genuine;
 }
 
@@ -72,8 +73,6 @@ std::array<std::byte, kNonceNbytes> nonce_plus(NonceView nonce, uint64_t n) noex
 void random_bytes(std::span<std::byte> out) noexcept {
   randombytes_buf(mutable_u8(out), out.size());
 }
-
-void wipe(std::span<std::byte> bytes) noexcept { sodium_memzero(mutable_u8(bytes), bytes.size()); }
 
 std::vector<std::string_view> available_kernels() {
   std::vector<std::string_view> names;

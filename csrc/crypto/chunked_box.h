@@ -41,9 +41,6 @@ std::array<std::byte, kNonceNbytes> nonce_plus(NonceView nonce, uint64_t n) noex
 // Cryptographically random bytes.
 void random_bytes(std::span<std::byte> out) noexcept;
 
-// Overwrites secrets so that the compiler keeps the stores.
-void wipe(std::span<std::byte> bytes) noexcept;
-
 // Kernels usable on this processor, best first ("libsodium" is always the last); the active one;
 // choosing one (false: unknown or not usable here). Choosing takes effect for calls that start
 // later.

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "core/error.h"
+#include "core/wipe.h"
 #include "crypto/secret_key.h"
 
 namespace tensorizer::crypto {
@@ -101,7 +102,7 @@ struct Wiped {
   Wiped() = default;
   Wiped(const Wiped&) = delete;
   Wiped& operator=(const Wiped&) = delete;
-  ~Wiped() { sodium_memzero(bytes.data(), bytes.size()); }
+  ~Wiped() { wipe(bytes.data(), bytes.size()); }
 };
 
 SecretKey from_pem(std::string_view body) {

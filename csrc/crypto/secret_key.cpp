@@ -55,7 +55,7 @@ bool same_secret(std::span<const std::byte> a, std::span<const std::byte> b) noe
 }
 
 void require_sodium() {
-  static const bool kReady = sodium_init() >= 0;  // 1: somebody else in the process did it before
+  static const bool kReady = sodium_init() >= 0;  // 1: other code in the process did it before
   if (!kReady) throw Error(Errc::crypto, "libsodium could not be initialised");
 }
 

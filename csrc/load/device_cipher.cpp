@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "core/wipe.h"
 #include "crypto/kernels/salsa20.h"
 #include "device/cuda/kernels/secretbox.h"
 
@@ -43,10 +44,10 @@ void describe_chunk(device::ChunkToOpen& chunk, const std::byte* address, uint64
   std::memcpy(chunk.pad, block + 16, sizeof chunk.pad);
   std::memcpy(chunk.mac, mac.data(), sizeof chunk.mac);
   cuda::fill_powers(chunk, r);
-  crypto::wipe(std::as_writable_bytes(std::span(subkey)));
-  crypto::wipe(std::as_writable_bytes(std::span(block)));
-  crypto::wipe(std::as_writable_bytes(std::span(state)));
-  crypto::wipe(std::as_writable_bytes(std::span(&r, 1)));
+  wipe(subkey, sizeof subkey);
+  wipe(block, sizeof block);
+  wipe(&state, sizeof state);
+  wipe(&r, sizeof r);
 }
 
 }  // namespace tensorizer::load

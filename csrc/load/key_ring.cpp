@@ -1,6 +1,7 @@
 #include "load/key_ring.h"
 
 #include "core/error.h"
+#include "core/wipe.h"
 #include "crypto/authentication.h"
 #include "crypto/chunked_box.h"
 
@@ -11,7 +12,7 @@ KeyRing::KeyRing(std::shared_ptr<const crypto::SecretKey> key) : exact_(std::mov
 KeyRing::KeyRing(std::span<const std::byte> passphrase, const crypto::DerivationLimits& limits)
     : passphrase_(passphrase.begin(), passphrase.end()), limits_(limits) {}
 
-KeyRing::~KeyRing() { crypto::wipe(passphrase_); }
+KeyRing::~KeyRing() { wipe(passphrase_.data(), passphrase_.size()); }
 
 std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(
     std::span<const format::KeyDerivation> derivations) {

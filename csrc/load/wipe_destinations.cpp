@@ -5,7 +5,7 @@
 
 #include "core/pages.h"
 #include "core/run_units.h"
-#include "crypto/chunked_box.h"
+#include "core/wipe.h"
 #include "load/session_plan.h"
 
 namespace tensorizer::load {
@@ -60,7 +60,7 @@ void wipe_destinations(LoadSession& session) noexcept {
       if (!bytes.empty() && session.targets[piece.target].destination.owner) {
         clear_pages(bytes);
       } else {
-        crypto::wipe(bytes);  // the caller's, which may be shared memory
+        wipe(bytes.data(), bytes.size());  // the caller's, which may be shared memory
       }
     }
   };

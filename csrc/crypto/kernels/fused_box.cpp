@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "core/wipe.h"
+
 namespace tensorizer::crypto {
 namespace {
 
@@ -31,9 +33,9 @@ class Box {
     salsa20_block(secret_.block0, secret_.salsa, 0);
     poly1305_start(secret_.poly, secret_.block0);
     if (nbytes >= kVectorNbytes) poly1305_fill_powers(secret_.poly);
-    sodium_memzero(subkey, sizeof subkey);
+    wipe(subkey, sizeof subkey);
   }
-  ~Box() { sodium_memzero(&secret_, sizeof secret_); }
+  ~Box() { wipe(&secret_, sizeof secret_); }
   Box(const Box&) = delete;
   Box& operator=(const Box&) = delete;
 
@@ -85,7 +87,7 @@ bool fits(Box& box, const uint8_t* mac) noexcept {
   uint8_t computed[kPolyMacNbytes];
   box.finish(computed);
   const bool same = crypto_verify_16(computed, mac) == 0;
-  sodium_memzero(computed, sizeof computed);  // the right MAC of a forgery is worth hiding
+  wipe(computed, sizeof computed);  // the right MAC of a forgery is worth hiding
   return same;
 }
 

@@ -6,12 +6,12 @@
 // nonce".
 #pragma once
 
-#include <sodium.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "core/wipe.h"
 
 namespace tensorizer::crypto {
 
@@ -50,7 +50,7 @@ void xor_in_batches(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaS
   std::memcpy(rest, in, nbytes);
   kXorBatch(rest, rest, state, counter);
   std::memcpy(out, rest, nbytes);
-  sodium_memzero(rest, sizeof rest);
+  wipe(rest, sizeof rest);
 }
 
 #if defined(__x86_64__)

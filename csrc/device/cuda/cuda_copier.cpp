@@ -1,7 +1,5 @@
 #include "device/cuda/cuda_copier.h"
 
-#include <string.h>
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -10,6 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/wipe.h"
 
 namespace tensorizer::device::cuda {
 namespace {
@@ -94,7 +93,7 @@ void CudaCopier::forget_chunks(const Use& use) const noexcept {
 void CudaCopier::give_back(unsigned buffer) noexcept {
   if (secret_) {
     const std::span<std::byte> bytes = buffers_.bytes(buffer);
-    ::explicit_bzero(bytes.data(), bytes.size());
+    wipe(bytes.data(), bytes.size());
   }
   buffers_.give_back(buffer);
 }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/wipe.h"
 #include "device/cuda/kernels/secretbox.h"
 
 namespace tensorizer::device::cuda {
@@ -157,7 +158,7 @@ std::optional<Kernels::Refused> Kernels::first_refused(unsigned buffer,
 }
 
 void Kernels::wipe(unsigned buffer) const noexcept {
-  ::explicit_bzero(area(buffer).host, layout().nbytes());
+  tensorizer::wipe(area(buffer).host, layout().nbytes());
 }
 
 // --- the self-test -------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class SelfTest {
   SelfTest(const SelfTest&) = delete;
   SelfTest& operator=(const SelfTest&) = delete;
 
-  // What is wrong; empty where nothing is.
+  // The difference that it has found; empty if there is none.
   std::string run() {
     prepare();
     expect_on_host();

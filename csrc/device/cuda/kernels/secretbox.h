@@ -1,7 +1,7 @@
 // XSalsa20-Poly1305 of many chunks in place: one kernel reads the ciphertext and computes, another
 // compares the MACs and decrypts where they are right.
 //
-// Ciphertext that is not genuine stays as it is: plaintext that nobody vouches for exists nowhere.
+// Ciphertext that is not genuine stays as it is: no plaintext exists before its MAC was right.
 // No branch and no address depends on a key, a sum or the data; lengths, and whether a chunk is
 // genuine, decide what is executed.
 //
