@@ -16,6 +16,7 @@ from tensorizer._format import extra_state, foreign
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
+from tensorizer._io.model_files import is_pickled_index, is_pickled_name, only_pickled
 from tensorizer._io.shards import MAX_INDEX_NBYTES, parse_index
 from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
 from tensorizer._io.uri import local_path
@@ -210,8 +211,6 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 # --- state dicts in .pt and .bin files, read by torch without running what is in them -------------------------------
 
-_INDEX = ".bin.index.json"
-_EXTENSIONS = (".bin", ".pt", ".pth")
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
 # Where training scripts keep the state dict of a checkpoint, in the order in which they are tried.
@@ -233,12 +232,9 @@ def pickled_files(source: Any) -> list[str]:
     if path is None:
         return []
     if os.path.isdir(path):
-        names = os.listdir(path)
-        if any(name.endswith((".safetensors", ".tensors")) for name in names):
-            return []
-        found = [name for name in names if name.endswith(_INDEX)] or [n for n in names if n.endswith(_EXTENSIONS)]
-        return pickled_files(os.path.join(path, found[0])) if len(found) == 1 else []
-    if path.endswith(_INDEX) and os.path.isfile(path):
+        found = only_pickled(os.listdir(path))
+        return [] if found is None else pickled_files(os.path.join(path, found))
+    if is_pickled_index(path) and os.path.isfile(path):
         return files_of_index(path)
     return [path] if _is_pickle(path) else []
 
@@ -250,7 +246,7 @@ def files_of_index(path: str) -> list[str]:
     weight_map, _ = parse_index(path, text)
     files = list(dict.fromkeys(weight_map.values()))
     for name in files:
-        if os.path.basename(name) != name or not name.endswith(_EXTENSIONS):
+        if os.path.basename(name) != name or not is_pickled_name(name):
             raise FormatError(f"{path}: expected the name of a file in its folder, got {name!r:.200}")
         if not os.path.exists(os.path.join(os.path.dirname(path), name)):
             raise StreamNotFoundError(f"{path}: its shard {name!r:.200} is missing")

@@ -19,7 +19,8 @@ from tensorizer._files.write import WriteOptions, file_in_folder, format_of, wri
 from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.shards import ORIGIN_KEY, facts_of, index_name, origin_text
+from tensorizer._io.model_files import index_name
+from tensorizer._io.shards import ORIGIN_KEY, facts_of, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
 from tensorizer._load.open_file import OpenFile

@@ -12,45 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from tensorizer import _C
-from tensorizer._io import shards
 from tensorizer._io.access import Access
+from tensorizer._io.model_files import belongs_to_weights, exists
 from tensorizer._io.shards import open_files
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import OpenedSource, open_source
 from tensorizer._io.uri import local_path, scheme_of, signature_place
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import (
-    MAY_BE_FORBIDDEN,
-    StreamExistsError,
-    UnsupportedContentError,
-    is_absent,
-    is_denied,
-)
+from tensorizer.errors import StreamExistsError, UnsupportedContentError
 
 if TYPE_CHECKING:
     from tensorizer._load.open_file import OpenFile
 
 logger = logging.getLogger("tensorizer.serialization")
-
-_NOT_WRITABLE = ("http", "https", "redis", "rediss")  # opening the target says so
-
-_INDEXES = tuple(f"{ending}.index" for ending in shards.MODEL_ENDINGS)  # of their shards
-
-
-def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
-    """Whether there is something at a path or URI, as far as the credentials may see."""
-    if not isinstance(target, str) or "://" not in target:
-        return os.path.lexists(target)
-    try:
-        opened = open_source(target, stream_options)
-    except OSError as error:
-        if not is_absent(error):
-            raise
-        if is_denied(error):
-            logger.info("%s is taken for a name that is not there: %s", shown_location(target), MAY_BE_FORBIDDEN)
-        return False
-    opened.close()
-    return True
 
 
 def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None) -> None:
@@ -142,8 +116,11 @@ def copies_beside(
             )
     path, place = os.path.abspath(os.fspath(source)), os.fspath(target)
     folder = place.rpartition("/")[0] if "://" in place else os.path.dirname(os.path.abspath(place))
-    with os.scandir(path if os.path.isdir(path) else os.path.dirname(path)) as entries:
-        found = sorted(entry.path for entry in entries if entry.is_file() and not _is_left_out(entry.name))
+    beside = path if os.path.isdir(path) else os.path.dirname(path)
+    with os.scandir(beside) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_file())
+    kept = [name for name in names if not (name.startswith(".") or belongs_to_weights(name))]
+    found = [os.path.join(beside, name) for name in kept]
     _refuse_layouts_in_headers(found)
     pairs = [(file, f"{folder}/{os.path.basename(file)}") for file in found]
     pairs = [(file, copy) for file, copy in pairs if os.path.realpath(file) != os.path.realpath(copy)]
@@ -167,54 +144,6 @@ def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
             f"{config}: torchao, which has quantised this model, keeps the layout of its tensors in the headers of its "
             ".safetensors files, so the library loads only a plain copy of the folder"
         )
-
-
-def _is_left_out(name: str) -> bool:
-    signed = name.removesuffix(".sig")  # a signature is of that one file
-    return name.startswith(".") or signed.endswith(shards.MODEL_ENDINGS) or any(index in name for index in _INDEXES)
-
-
-def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
-    """Files that readers of the same model could take instead of those that are written.
-
-    Args:
-        target: The name of the model: of its single file.
-        files: What is written under this name; the index among it where there are several.
-        stream_options: Keywords for opening a URI.
-
-    Returns:
-        Of a local folder all files of the model but `files`. Of a store, which need not let itself be listed, the one
-        name that a reader tries: shards that no index names are not read. Nothing for open files.
-    """
-    if not isinstance(target, (str, os.PathLike)):
-        return []
-    path = local_path(target)
-    if path is None:
-        readable_only = scheme_of(target) in _NOT_WRITABLE
-        return [] if readable_only else _in_store(os.fspath(target), files, stream_options)
-    folder, name = os.path.split(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        return []
-    of_model = shards.names_of_model(name, os.listdir(folder))
-    written = {os.path.basename(local_path(file) or "") for file in files if isinstance(file, (str, os.PathLike))}
-    return [os.path.join(folder, other) for other in of_model if other not in written]
-
-
-def _in_store(path: str, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]]) -> list[str]:
-    other = shards.index_name(path) if len(files) == 1 else path
-    return [other] if exists(other, stream_options) else []
-
-
-def other_format_beside(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
-    """Names of files and indexes that hold, in the folder of a file, the same model in the other format."""
-    path = local_path(target)
-    folder, name = os.path.split(os.fspath(target) if path is None else os.path.abspath(path))
-    ending = ".tensors" if name.endswith(".safetensors") else ".safetensors"
-    if path is not None:
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        return sorted(n for n in names if ending in n and shards.form_stem(n) == shards.form_stem(name))
-    single = f"{shards.form_stem(name)}{ending}"
-    return [n for n in (single, shards.index_name(single)) if exists(f"{folder}/{n}", stream_options)]
 
 
 def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any]] = None) -> None:

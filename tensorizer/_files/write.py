@@ -16,13 +16,13 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents
-from tensorizer._files.copy import check_target, other_forms, remove_files
+from tensorizer._files.copy import check_target, remove_files
 from tensorizer._format.dtypes import CASTABLE
 from tensorizer._format.entries import flat_name
 from tensorizer._format.names import Path, double_name, name_of, name_text
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
-from tensorizer._io import shards
+from tensorizer._io import model_files, shards
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._io.sources import files_at_once, is_path
@@ -97,7 +97,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     names: list[Any] = [target]
     if is_path(target) and not isinstance(target, int):
         check_is_path(target)  # as it was given: the names of shards are texts
-    if isinstance(target, (str, os.PathLike)) and shards.is_index_name(os.fsdecode(target)):
+    if isinstance(target, (str, os.PathLike)) and model_files.is_index_name(os.fsdecode(target)):
         raise ValueError(f"target: expected the name of a file of tensors, got {shown_location(target)}")
     if len(plan.shards) > 1:
         if not isinstance(target, (str, os.PathLike)):
@@ -107,13 +107,13 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
                 "max_shard_size: expected a name that ends in .tensors or .safetensors for several files, "
                 f"got {shown_location(target)}"
             )
-        names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
-    files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
+        names = list(model_files.shard_names(os.fspath(target), len(plan.shards)))
+    files = names if len(names) == 1 else [*names, model_files.index_name(os.fspath(target))]
     with options.writers.together():
         for file in files:
             check_target(file, options.force, access.stream_options)
         # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
-        old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
+        old = [] if options.max_shard_size is None else model_files.other_forms(target, files, access.stream_options)
         old = [path for path in old if identity_of(path) not in options.reads]
         if old and not options.replaces_forms:
             raise StreamExistsError(

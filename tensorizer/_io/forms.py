@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
-from tensorizer._io.shards import MAX_INDEX_NBYTES, FileFacts, Origin, facts_of, is_index_name, parse_index
+from tensorizer._io.model_files import is_index_name
+from tensorizer._io.shards import MAX_INDEX_NBYTES, FileFacts, Origin, facts_of, parse_index
 from tensorizer._io.sources import open_source, read_checked
 from tensorizer._io.uri import local_path
 from tensorizer._system.redaction import shown_location

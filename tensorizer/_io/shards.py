@@ -1,4 +1,4 @@
-"""Files that share one set of tensors: their names, sizes and index (docs/format.md, "Shards"), and opening them.
+"""Files that share one set of tensors: their sizes and their index (docs/format.md, "Shards"), and opening them.
 
 A folder, an index file, or the URI of either stands for its shards (docs/safetensors.md).
 """
@@ -12,10 +12,21 @@ import os
 import posixpath
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union, cast
 
 from tensorizer import _C
+from tensorizer._io.model_files import (
+    answers_together,
+    asking,
+    each_at_once,
+    find_model,
+    form_stem,
+    index_format,
+    is_index_name,
+    may_be_folder,
+    usual_names,
+)
 from tensorizer._io.sources import (
     OpenedSource,
     close_between_reads,
@@ -41,22 +52,10 @@ from tensorizer.errors import (
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-# Tried in this order where a folder cannot be listed, and preferred where it can.
-TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
 MAX_INDEX_NBYTES = 100_000_000
 
 #: Under which name the metadata of a file say what it was made from (:mod:`tensorizer._io.forms`).
 ORIGIN_KEY = "tensorizer.made_from"
-# Requests that open files of one store at the same time.
-_OPENED_TOGETHER = 16
-
-# Patterns are compiled when they are first used: each takes as long as importing a small module.
-# "model.safetensors.index.json", with a variant before or behind "index".
-_INDEX_NAME = r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z"
-_SHARD_NAME = r"\.(safetensors|tensors)\Z"
-#: Endings of models in any format.
-MODEL_ENDINGS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
-_FILE_ENDINGS = (*MODEL_ENDINGS, ".json", ".sig")  # of files, whose names no folder has
 _NO_PREFIX_SCHEMES = ("redis", "rediss")  # keys are no paths there
 _HUB_MODEL = r"(?i)hf://(?:models/)?[^/]+/[^/]+/?\Z"  # a whole repository, whatever dots it has
 
@@ -139,15 +138,15 @@ class _ModelFolder(NamedTuple):
             if os.path.isdir(path):
                 return cls(path, None, False, stream_options, file_obj)
             folder, name = os.path.split(path)
-            return cls(folder, name, False, stream_options, file_obj) if re.search(_INDEX_NAME, name) else None
+            return cls(folder, name, False, stream_options, file_obj) if is_index_name(name) else None
         bare, behind = split_query(file_obj)
         if re.match(_HUB_MODEL, bare):
             return cls(bare.rstrip("/"), None, True, stream_options, f"{bare.rstrip('/')}/")
         folder, _, name = bare.rpartition("/")
-        if re.search(_INDEX_NAME, name):
+        if is_index_name(name):
             return cls(folder, name, True, stream_options, file_obj)
         is_bucket = scheme == "s3" and not bare.endswith("/") and not split_uri(bare).path
-        if scheme not in _NO_PREFIX_SCHEMES and not behind and (is_bucket or not name.endswith(_FILE_ENDINGS)):
+        if scheme not in _NO_PREFIX_SCHEMES and not behind and (is_bucket or may_be_folder(name)):
             # A name with another extension, or none, may be a file's; what ends with a slash is none.
             return cls(folder_uri(bare), None, True, stream_options, f"{bare}/" if is_bucket else file_obj)
         return None
@@ -159,17 +158,9 @@ class _ModelFolder(NamedTuple):
 
     def _open_folder(self, choose: Choose) -> OpenedFiles:
         names = os.listdir(self.folder)
-        forms = [name for name in TRIED_NAMES if name in names]
-        if not forms:
-            files = sorted(name for name in names if re.search(_SHARD_NAME, name))
-            forms = sorted(name for name in names if re.search(_INDEX_NAME, name))
-            if forms:  # other files are their shards
-                stems = {form_stem(name) for name in forms}
-                forms += [name for name in files if form_stem(name) in stems]
-            else:
-                forms = files
-            if len({form_stem(name) for name in forms}) > 1:
-                raise FormatError(f"{self.folder}: expected one index or one model file, got {', '.join(forms)[:300]}")
+        forms = find_model(lambda _: names, listing=names)
+        if len({form_stem(name) for name in forms}) > 1:
+            raise FormatError(f"{self.folder}: expected one index or one model file, got {', '.join(forms)[:300]}")
         if not forms:
             other = next((name for name in sorted(names) if name.endswith(".gguf")), None)
             found_text = "none" if names else "an empty folder"
@@ -191,12 +182,14 @@ class _ModelFolder(NamedTuple):
                 if not (is_absent(error) or isinstance(error, StreamIsADirectoryError)):  # fsspec may have folders
                     raise
                 first = error
-        found, absent = self._probed()
-        if len(found) > 1:
+        found: dict[str, OpenedFiles] = {}
+        absent: list[OSError] = []
+        forms = find_model(lambda names: self._probe(names, found, absent))
+        if len(forms) > 1:
             for opened in found.values():
                 opened.close()
             try:
-                return self._open_form(self._chosen(list(found), choose))
+                return self._open_form(self._chosen(forms, choose))
             except FormatError:
                 for index in found.values():
                     if isinstance(index, OpenedShards):
@@ -206,24 +199,27 @@ class _ModelFolder(NamedTuple):
             # A shard that is missing does not mean another form of the model.
             return self._open_files_of(opened) if isinstance(opened, OpenedShards) else opened
         denied = next((error for error in (first, *absent) if error is not None and is_denied(error)), None)
-        first = first or absent[TRIED_NAMES.index("model.safetensors")]
+        first = first or absent[usual_names().index("model.safetensors")]
         if denied is None:
             raise first
-        told = StreamError(f"{denied}; nor could {', '.join(TRIED_NAMES)} be opened below it: {MAY_BE_FORBIDDEN}")
+        told = StreamError(f"{denied}; nor could {', '.join(usual_names())} be opened below it: {MAY_BE_FORBIDDEN}")
         told.source, told.status = getattr(denied, "source", None), getattr(denied, "status", None)
         raise told from first
 
-    def _probed(self) -> tuple[dict[str, OpenedFiles], list[OSError]]:
-        """The usual names that are there, single files open, indexes read; and the errors of those that are not.
+    def _probe(self, names: Sequence[str], found: dict[str, OpenedFiles], absent: list[OSError]) -> Collection[str]:
+        """Those of `names` that are there.
+
+        Args:
+            names: Names below the folder.
+            found: Gets what is there by its name: single files open, indexes read.
+            absent: Gets the errors of names that are not there.
 
         Raises:
             OSError: The store does not say whether one is there.
-            FormatError: An index that is none.
+            FormatError: An index is damaged.
         """
-        found: dict[str, OpenedFiles] = {}
-        absent: list[OSError] = []
         errors: list[Exception] = []
-        for name, probe in zip(TRIED_NAMES, each_at_once(self._opened_or_error, TRIED_NAMES, self.folder)):
+        for name, probe in zip(names, each_at_once(self._opened_or_error, names, self.folder)):
             if not isinstance(probe, Exception):
                 found[name] = probe
             elif isinstance(probe, OSError) and is_absent(probe):
@@ -234,7 +230,7 @@ class _ModelFolder(NamedTuple):
             for opened in found.values():
                 opened.close()
             raise error
-        return found, absent
+        return found
 
     def _opened_or_error(self, name: str) -> Union[OpenedFiles, Exception]:
         try:
@@ -278,11 +274,11 @@ class _ModelFolder(NamedTuple):
         return OpenedShards(shown, weight_map, metadata, {}, where)
 
     def _open_files_of(self, shards: OpenedShards) -> OpenedShards:
-        wanted = re.search(_INDEX_NAME, shards.name)
-        assert wanted is not None
+        extension = index_format(shards.name)
+        assert extension is not None
         files = list(dict.fromkeys(shards.weight_map.values()))
         for file in files:
-            self._check_file_name(shards.name, file, wanted.group(1))
+            self._check_file_name(shards.name, file, extension)
 
         def open_one(file: str) -> OpenedSource:
             try:
@@ -290,7 +286,7 @@ class _ModelFolder(NamedTuple):
             except FileNotFoundError as error:
                 raise StreamNotFoundError(f"{shards.name}: its shard {file!r:.200} is missing ({error})") from None
 
-        if len(files) > 1 and self.remote and _answers_together(self.folder):
+        if len(files) > 1 and self.remote and answers_together(self.folder):
             shards.files.update(zip(files, _opened_together(files, open_one)))
             return shards
         most_open = files_at_once()
@@ -315,22 +311,11 @@ class _ModelFolder(NamedTuple):
             raise FormatError(f"{index}: {file!r:.200} is a link to a place outside of the folder")
 
 
-def _answers_together(place: str) -> bool:
-    """Whether several threads may ask a store, of which each answer costs a round trip."""
-    if local_path(place) is not None:
-        return False
-    if scheme_of(place) in ("http", "https", "s3"):
-        return True
-    from tensorizer._io import fsspec
-
-    return fsspec.allows_threads(place)
-
-
 def _opened_together(files: Sequence[str], open_one: Callable[[str], OpenedSource]) -> list[OpenedSource]:
     """All files, in order; none of them stays open where one cannot be opened, and the first such error is raised."""
     waiting: list[Future[OpenedSource]] = []
     try:
-        with _asking(len(files)) as ask:
+        with asking(len(files)) as ask:
             waiting += [ask(open_one, file) for file in files]
             return [opened.result() for opened in waiting]
     except BaseException:
@@ -354,29 +339,6 @@ def _is_inside(folder: str, path: str) -> bool:
     return os.path.dirname(target) == blobs
 
 
-def each_at_once(function: Callable[[str], Found], names: Sequence[str], place: str) -> list[Found]:
-    """What a function gives for each name below a place; where every answer takes a round trip, at the same time."""
-    if len(names) < 2 or not _answers_together(place):
-        return list(map(function, names))
-    with _asking(len(names)) as ask:
-        return [answer.result() for answer in [ask(function, name) for name in names]]
-
-
-@contextlib.contextmanager
-def _asking(count: int) -> Iterator[Callable[..., Future[Any]]]:
-    """Calls functions on threads that know what :func:`sharing` shares; after an error, none is begun."""
-    import contextvars  # these are not for local files
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(min(count, _OPENED_TOGETHER), "tensorizer-open") as pool:
-        try:
-            # Contexts are for one thread each.
-            yield lambda function, name: pool.submit(contextvars.copy_context().run, function, name)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
 # --- their names, and the index --------------------------------------------------------------------------------------
 
 
@@ -395,21 +357,6 @@ def nbytes_of(size: Union[str, int]) -> int:
     return nbytes
 
 
-def shard_names(name: str, count: int) -> list[str]:
-    """``model.safetensors`` for one, ``model-00001-of-00002.safetensors`` and so on for more."""
-    if count == 1:
-        return [name]
-    stem, extension = os.path.splitext(name)
-    return [f"{stem}-{number:05}-of-{count:05}{extension}" for number in range(1, count + 1)]
-
-
-def names_of_model(name: str, among: Iterable[str]) -> list[str]:
-    """Those of `among` that are a model of that name: its file, its index, its shards in whatever number."""
-    stem, extension = os.path.splitext(name)
-    shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}{re.escape(extension)}\Z")
-    return sorted(other for other in among if other in (name, index_name(name)) or shard.match(other))
-
-
 def parse_index(name: str, text: bytes) -> tuple[dict[str, str], dict[str, str]]:
     """The ``weight_map`` and the metadata of an index, with its name in errors.
 
@@ -423,26 +370,6 @@ def parse_index(name: str, text: bytes) -> tuple[dict[str, str], dict[str, str]]
 
         tell_foreign(error, text, "JSON")
         raise
-
-
-def is_index_name(name: str) -> bool:
-    """Whether a name is that of an index, which no file of tensors may have: it would be read as one."""
-    return re.search(_INDEX_NAME, name.rpartition("/")[2]) is not None
-
-
-def form_stem(name: str) -> Optional[str]:
-    """What the forms of one model have in common, with its variant: ``model.fp16`` for ``model.fp16.tensors`` and
-    ``model.safetensors.index.fp16.json``; ``None`` for what is neither a file of tensors nor an index."""
-    found = re.search(_INDEX_NAME, name)
-    if found is not None:
-        return name[: found.start()] + (found[2] or found[3] or "")
-    found = re.search(_SHARD_NAME, name)
-    return None if found is None else name[: found.start()]
-
-
-def index_name(name: str) -> str:
-    """The index that belongs to a name: ``model.safetensors.index.json``."""
-    return f"{name}.index.json"
 
 
 def index_bytes(files: Mapping[str, str], total_size: int, metadata: Mapping[str, Any]) -> bytes:

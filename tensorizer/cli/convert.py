@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, Any]]) -> None:
     from tensorizer._files.copy import copies_beside
     from tensorizer._files.write import file_in_folder
-    from tensorizer._io.shards import names_of_model
+    from tensorizer._io.model_files import names_of_model
 
     keys = key_paths(arguments)
     target = file_in_folder(arguments.target, arguments.to)

@@ -15,6 +15,7 @@ from typing import Any, Optional, Union
 import torch
 from transformers import TrainerCallback
 
+from tensorizer._io.model_files import usual_names
 from tensorizer._io.uri import name_in
 from tensorizer._system.redaction import shown_location
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
@@ -92,7 +93,7 @@ class TensorsTrainerMixin:
         target = trainer.accelerator.unwrap_model(model or trainer.model, keep_torch_compile=False)
         checkpoint = LocalFolder(Path(folder))
         stem = "adapter_model" if is_of("peft", target) else "model"
-        if not any(checkpoint.has(f"{stem}.tensors{ending}") for ending in ("", ".index.json")):
+        if not checkpoint.those_of(usual_names(stem, formats=("tensors",))):
             return False
         options = LoadOptions(encryption=self.decryption)
         if is_of("peft", target):

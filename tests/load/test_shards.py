@@ -19,6 +19,7 @@ from servers.nginx import PROGRAM, nginx
 from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, save_file
+from tensorizer._io import model_files
 from tensorizer.errors import FormatError, HashMismatchError
 
 st = pytest.importorskip("safetensors.torch")
@@ -106,6 +107,30 @@ def test_a_folder_with_one_model_file_is_that_file(tmp_path):
         (place / "config.json").write_text("{}")
         with TensorDeserializer(place, device="cpu") as found:
             assert list(found) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("names", "stem", "variant", "wanted"),
+    [
+        (["model.tensors", "model.safetensors"], "model", None, ["model.safetensors", "model.tensors"]),
+        (["model.safetensors", "model.fp16.safetensors"], "model", "fp16", ["model.fp16.safetensors"]),
+        (["model.safetensors.index.fp16.json"], "model", "fp16", ["model.safetensors.index.fp16.json"]),
+        (["adapter_model.tensors", "model.tensors"], "adapter_model", None, ["adapter_model.tensors"]),
+        (["weights.tensors", "config.json"], "model", None, []),
+    ],
+)
+def test_a_model_is_found_under_the_usual_names_and_in_a_listing_under_any(names, stem, variant, wanted):
+    def there(tried):
+        return [name for name in tried if name in names]
+
+    assert model_files.find_model(there, stem, variant) == wanted
+    assert model_files.find_model(there, stem, variant, names) == (wanted or ["weights.tensors"])
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Phi-3.5", "v1.0", "model"])
+def test_names_with_dots_may_be_folders(name):
+    assert model_files.may_be_folder(name)
+    assert not model_files.may_be_folder(f"{name}.safetensors")
 
 
 def test_variants_and_their_older_spelling_are_found(folder):

@@ -208,6 +208,20 @@ def test_folders_of_the_package_import_what_is_below_them():
     assert not wrong
 
 
+def test_one_module_knows_how_indexes_and_files_of_models_are_called():
+    """Others ask it; they may name such files in their documentation."""
+    wrong = set()
+    for path in modules():
+        if name_of(path) == "_io.model_files":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+                wrong |= {(name_of(path), node.value)} if ".index." in node.value else set()
+    assert not wrong
+
+
 def test_s3_imports_nothing_above_it():
     for path in (PACKAGE / "_io" / "s3").glob("*.py"):
         own, _ = imports(path, top_level_only=False)

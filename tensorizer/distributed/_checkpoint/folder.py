@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
-from tensorizer._files.copy import exists
+from tensorizer._io.model_files import exists
 from tensorizer._io.sinks import NewFile, WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_checked
 from tensorizer._io.uri import folder_uri, local_path, scheme_of

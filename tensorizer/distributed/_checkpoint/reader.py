@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorizer._io.access import Access, Trust
+from tensorizer._io.model_files import may_be_folder
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._keys import check_decryption
 from tensorizer._system.checks import thread_limit
@@ -33,9 +34,6 @@ from tensorizer.distributed._checkpoint.reading import Want
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
 from tensorizer.signing import PublicKeyArgument
-
-# Names that no prefix with a marker below it has.
-_FILE_ENDINGS = (".tensors", ".safetensors", ".json")
 
 DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], None]
 
@@ -226,7 +224,7 @@ class TensorizerReader(Located, StorageReader):
     def _may_be_folder(self) -> bool:
         """Whether a checkpoint may be there, so that looking for its marker is worth a request."""
         path = self._place()
-        return local_path(path) is not None or (scheme_of(path) == "s3" and not str(path).endswith(_FILE_ENDINGS))
+        return local_path(path) is not None or (scheme_of(path) == "s3" and may_be_folder(str(path)))
 
     def _forget(self) -> None:
         """Closes the files of a model, and forgets what was there."""

@@ -19,8 +19,9 @@ import torch
 from tensorizer import stream_io
 from tensorizer._io import hub_cache
 from tensorizer._io.forms import FolderOfForms, NoteOf
-from tensorizer._io.shards import MODEL_ENDINGS, each_at_once, is_index_name, parse_index
-from tensorizer._io.sources import json_content, open_source
+from tensorizer._io.model_files import absence, each_at_once, is_index_name, is_tensors_name, is_weight
+from tensorizer._io.shards import parse_index
+from tensorizer._io.sources import json_content
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied
@@ -82,11 +83,6 @@ class LoadOptions:
         of_model = ("dtype", "device", "device_map", "quantization_config", "model_kwargs")
         of_hub = ("cache", "local_files_only", "token", "allow_pickle")
         return LoadOptions(**{name: getattr(self, name) for name in (*of_model, *of_hub)})
-
-
-def is_weight(name: str) -> bool:
-    """Whether a file holds weights, in whatever format."""
-    return name.endswith(MODEL_ENDINGS)
 
 
 def is_small_file(name: str, folders: Collection[str]) -> bool:
@@ -249,10 +245,10 @@ class RemoteFolder(ModelFolder):
         return [name for name, is_there in zip(names, each_at_once(self.has, names, self._prefix)) if is_there]
 
     def _opens(self, name: str) -> bool:
-        with self._noting(name):
-            open_source(self._weight(name), self.stream_options).close()
-            return True
-        return False
+        error = absence(self._weight(name), self.stream_options)
+        if error is not None and is_denied(error):
+            self._denied.append(name)
+        return error is None
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
@@ -479,11 +475,6 @@ class _FormsInRepo(FolderOfForms):
         return super().sha256(name, made)
 
 
-def _names_weights(name: str) -> bool:
-    """Whether a name is that of a file of tensors, which then stands for the folder that it is in."""
-    return name.endswith((".tensors", ".safetensors"))
-
-
 @contextlib.contextmanager
 def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
     """The folder that a caller named, or that holds the file named.
@@ -501,7 +492,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         path = Path(local)
         if path.is_dir():
             folder = LocalFolder(path)
-        elif _names_weights(path.name) and path.is_file():
+        elif is_tensors_name(path.name) and path.is_file():
             folder = LocalFolder(path.parent)
             folder.file = path.name
         elif isinstance(source, str) and not path.exists() and is_repo_id(source):
@@ -516,7 +507,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
         below = "/".join(filter(None, (inside, options.subfolder.strip("/"))))
         folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below))
-    elif _names_weights(source) and not split_query(source)[1]:
+    elif is_tensors_name(source) and not split_query(source)[1]:
         prefix, _, name = source.rpartition("/")
         folder = RemoteFolder(prefix, options.stream_options)
         folder.file = name

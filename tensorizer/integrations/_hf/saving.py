@@ -21,11 +21,12 @@ from tensorizer._files.contents import (
     module_contents,
     state_dict_contents,
 )
-from tensorizer._files.copy import other_format_beside, other_forms, remove_files
+from tensorizer._files.copy import remove_files
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.dtypes import is_quantised_by_torchao
 from tensorizer._io.access import Access
 from tensorizer._io.forms import origin_in
+from tensorizer._io.model_files import is_weight, other_format_beside, other_forms
 from tensorizer._io.shards import ORIGIN_KEY, origin_text
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import folder_uri, local_path
@@ -36,7 +37,7 @@ from tensorizer._save.records import walk_module
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted
 from tensorizer.errors import UnsupportedContentError
-from tensorizer.integrations._hf.folders import MANIFEST, is_weight
+from tensorizer.integrations._hf.folders import MANIFEST
 from tensorizer.integrations._hf.objects import is_of, stem_of
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from tensorizer._files.contents import files_of_index, read_pickled
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.forms import choose
+from tensorizer._io.model_files import find_model, find_pickled, usual_names
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.open_index import note_of
@@ -18,8 +18,6 @@ from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
-
-_PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
 
 
 class Weights(NamedTuple):
@@ -83,40 +81,27 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
         if not folder.has(folder.file):
             raise FileNotFoundError(f"{folder.label}: expected {folder.file}, got none")
         return Weights(folder.weight(folder.file), False, folder, options)
-    tried = [name for extension in ("tensors", "safetensors") for name in _names(stem, extension, options.variant)]
-    found = folder.those_of(tried)
+    # Of forms of one model, libraries read .safetensors anyway: here .tensors comes first.
+    found = find_model(folder.those_of, stem, options.variant)[::-1]
     if len(found) > 1:
         note = functools.partial(note_of, Access(options.encryption, folder.stream_options))
         found = [choose(found, folder.forms(note))]
     if found:
         return Weights(folder.weight(found[0]), False, folder, options)
-    for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
-        if not folder.has(name):
-            continue
-        if not options.allow_pickle:
-            raise ValueError(
-                f"{folder.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
-                "nothing in it is run)"
-            )
-        if options.public_key is not None or Trust.of(None, options.require_authenticated).required:
-            raise AuthenticationError(
-                f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches"
-            )
-        if options.mmap:
-            raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
-        return Weights(_pickled_files(folder, name), True, folder, options)
-    raise FileNotFoundError(f"{folder.label}: expected {', '.join(tried)}, got none of them")
-
-
-def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
-    if variant is None:
-        yield f"{stem}.{extension}"
-        yield f"{stem}.{extension}.index.json"
-        return
-    yield f"{stem}.{variant}.{extension}"
-    yield f"{stem}.{extension}.index.{variant}.json"
-    yield f"{stem}.{variant}.{extension}.index.json"
-    yield f"{stem}.{extension}.{variant}.index.json"
+    name = find_pickled(folder.those_of, stem, options.variant)
+    if name is None:
+        tried = ", ".join(reversed(usual_names(stem, options.variant)))
+        raise FileNotFoundError(f"{folder.label}: expected {tried}, got none of them")
+    if not options.allow_pickle:
+        raise ValueError(
+            f"{folder.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
+            "nothing in it is run)"
+        )
+    if options.public_key is not None or Trust.of(None, options.require_authenticated).required:
+        raise AuthenticationError(f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches")
+    if options.mmap:
+        raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
+    return Weights(_pickled_files(folder, name), True, folder, options)
 
 
 def _pickled_files(folder: ModelFolder, name: str) -> list[str]:
