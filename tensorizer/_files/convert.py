@@ -13,6 +13,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C
+from tensorizer._files.checkpoints import is_checkpoint, reader
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file, has_signature_beside, open_once
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
@@ -66,7 +67,8 @@ def convert(
     Args:
         source: A ``.tensors``, ``.safetensors``, ``.pt`` or ``.bin`` file: a path, URI or open binary file object; or
             the shards of a model: their folder, index or URI prefix. The content decides the format. Pickled files
-            must be local.
+            must be local. Or a checkpoint folder of ``TensorizerWriter``, local or on ``s3://``, as
+            :func:`tensorizer.distributed.dcp_to_files` takes it, which selects by prefix and works with many ranks.
         target: A path or URI. In a folder that exists, or with a slash at the end: the file ``model.tensors`` or
             ``model.safetensors`` there.
         format: ``"tensors"`` or ``"safetensors"``; ``None`` uses the extension of `target`, and ``"tensors"`` if it has
@@ -96,8 +98,9 @@ def convert(
         What was done, by name: ``source`` and ``target``; ``format`` of the target; ``files``, the written ones,
         without credentials and query; ``tensors``, how many, and ``nbytes``, the bytes of their payloads; ``ties``,
         from the names of aliases to those of stored tensors; ``skipped``, the values of a pickled state dict
-        that are not tensors; ``copied``, the other files of the folder; ``checked`` and ``dry_run``;
-        ``seconds``. The target has no signatures; a warning says so if the source has any.
+        that are not tensors, or of a checkpoint that no file of tensors holds; ``copied``, the other files of the
+        folder; ``checked`` and ``dry_run``; ``seconds``. The target has no signatures; a warning says so if the source
+        has any.
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something, or `all_files` with a model that torchao has
@@ -119,8 +122,9 @@ def convert(
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, False)
         reading = Access.to_read(decryption, stream_options, trust=trust)
-        contents, skipped, files_read, file = _open_contents(stack, source, reading, skip_non_tensors)
-        shown_source = os.fspath(source) if file is None else file.source_name
+        to_format = format_of(target, format)
+        contents, skipped, files_read, file = _open_contents(stack, source, reading, skip_non_tensors, to_format)
+        shown_source = shown_location(source) if file is None else file.source_name
         options = WriteOptions(
             format=format,
             dtype=dtype,
@@ -209,9 +213,13 @@ def _check_is_told_from_folders(target: Any) -> None:
 
 
 def _open_contents(
-    stack: contextlib.ExitStack, source: Any, access: Access, skip_non_tensors: bool
+    stack: contextlib.ExitStack, source: Any, access: Access, skip_non_tensors: bool, to_format: str
 ) -> tuple[Contents, list[str], list[Any], Optional[OpenFile]]:
-    """The tensors of a source, what of a pickle is none, the files that they come from, and the open file, if any."""
+    """The tensors of a source, the names of values that are left out, the files that they come from, and the open file,
+    if any."""
+    if is_checkpoint(source, access.stream_options):
+        found, left_out, read = stack.enter_context(reader().contents(source, access, to_format))
+        return found, left_out, read, None
     files = pickled_files(source)
     if files:
         if access.trust.public_keys:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer._files.checkpoints import is_checkpoint, reader
 from tensorizer._format.entries import FilterFuncType, HashType, flat_name
 from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
@@ -81,7 +83,8 @@ def diff(
     Compares names that share one tensor like all others, whether a file stores the tensor once or under each name.
 
     Args:
-        a: The first file: a path, URI, descriptor, open binary file object, a folder of shards or their index.
+        a: The first file: a path, URI, descriptor, open binary file object, a folder of shards or their index; a
+            checkpoint folder of ``TensorizerWriter``, whose tensors are compared as wholes, however they are sharded.
         b: The second file.
         rtol: Elements are equal if they differ by at most ``atol + rtol * abs(element of b)``. If both are 0, every bit
             must be equal.
@@ -98,18 +101,58 @@ def diff(
         OSError: It cannot be opened or read.
     """
     with (
-        open_whole(a, Access.to_read(encryption_a, stream_options)) as first,
-        open_whole(b, Access.to_read(encryption_b, stream_options)) as second,
+        _side(a, Access.to_read(encryption_a, stream_options), filter_func) as first,
+        _side(b, Access.to_read(encryption_b, stream_options), filter_func) as second,
     ):
-        return _Comparison(first, second, rtol, atol, ignore_dtype).run(filter_func)
+        return _Comparison(first, second, rtol, atol, ignore_dtype).run()
+
+
+class Side(NamedTuple):
+    """One of the two: the tensors to compare, by numbers of its own."""
+
+    source_name: str
+    names: Mapping[Name, int]
+    """Where the data of each name are, aliases among the names."""
+    form: Callable[[int], tuple[str, tuple[int, ...]]]
+    """Dtype and shape."""
+    loaded_nbytes: Callable[[int], int]
+    data_nbytes: Callable[[int], int]
+    digests: Optional[Callable[[Sequence[int]], Mapping[int, Optional[Hashable]]]]
+    """What is equal only for equal tensors; ``None`` if there are no digests."""
+    read: Callable[[Sequence[int]], Sequence[torch.Tensor]]
+
+
+@contextlib.contextmanager
+def _side(source: Any, access: Access, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
+    if is_checkpoint(source, access.stream_options):
+        with reader().side(source, access, filter_func) as found:
+            yield found
+        return
+    with open_whole(source, access) as file:
+        names = _chosen(file, filter_func)
+        file.read_dtypes(sorted(set(names.values())))
+
+        def digests(entries: Sequence[int]) -> dict[int, Optional[Hashable]]:
+            file.read_headers(entries)
+            return {i: _sha256(file, i) for i in entries}
+
+        yield Side(
+            source_name=file.source_name,
+            names=names,
+            form=lambda i: (file.dtype_text(i), file.described(i)[1]),
+            loaded_nbytes=file.index.loaded_nbytes,
+            data_nbytes=file.index.data_nbytes,
+            digests=digests if file.index.stores_hashes and file.readable else None,
+            read=lambda entries: file.read(entries, verify=False),
+        )
 
 
 _Pair = tuple[int, int]
-"""Entries of both files that some names stand for."""
+"""Tensors of both sides that some names stand for."""
 
 
 class _Comparison:
-    def __init__(self, a: OpenFile, b: OpenFile, rtol: float, atol: float, ignore_dtype: bool) -> None:
+    def __init__(self, a: Side, b: Side, rtol: float, atol: float, ignore_dtype: bool) -> None:
         self._a, self._b = a, b
         self._rtol, self._atol, self._ignore_dtype = rtol, atol, ignore_dtype
         self._names: dict[_Pair, list[Name]] = {}
@@ -117,14 +160,11 @@ class _Comparison:
         self._same = 0
         self._nbytes_read = 0
 
-    def run(self, filter_func: Optional[FilterFuncType]) -> DiffReport:
-        of_a = _chosen(self._a, filter_func)
-        of_b = _chosen(self._b, filter_func)
+    def run(self) -> DiffReport:
+        of_a, of_b = self._a.names, self._b.names
         for name, i in of_a.items():
             if name in of_b:
                 self._names.setdefault((i, of_b[name]), []).append(name)
-        for file, entries in zip((self._a, self._b), zip(*self._names)):
-            file.read_dtypes(sorted(set(entries)))
         comparable = []
         for pair in self._names:
             what = self._difference_of_form(*pair)
@@ -146,22 +186,21 @@ class _Comparison:
         )
 
     def _difference_of_form(self, i: int, j: int) -> Optional[str]:
-        if self._a.described(i)[1] != self._b.described(j)[1]:
+        (dtype_a, shape_a), (dtype_b, shape_b) = self._a.form(i), self._b.form(j)
+        if shape_a != shape_b:
             return "shape"
-        if not self._ignore_dtype and self._a.dtype_text(i) != self._b.dtype_text(j):
-            return "dtype"
-        return None
+        return "dtype" if not self._ignore_dtype and dtype_a != dtype_b else None
 
     def _without_equal_digests(self, pairs: Sequence[_Pair]) -> list[_Pair]:
         """The pairs that remain; digests cover record headers too, so different ones prove nothing."""
-        if not all(file.index.stores_hashes and file.readable for file in (self._a, self._b)):
+        if self._a.digests is None or self._b.digests is None:
             return list(pairs)
-        self._a.read_headers(sorted({i for i, _ in pairs}))
-        self._b.read_headers(sorted({j for _, j in pairs}))
+        digests_a = self._a.digests(sorted({i for i, _ in pairs}))
+        digests_b = self._b.digests(sorted({j for _, j in pairs}))
         remaining = []
         for pair in pairs:
-            digest = _sha256(self._a, pair[0])
-            if digest is not None and digest == _sha256(self._b, pair[1]):
+            digest = digests_a[pair[0]]
+            if digest is not None and digest == digests_b[pair[1]]:
                 self._same += len(self._names[pair])
             else:
                 remaining.append(pair)
@@ -182,15 +221,15 @@ class _Comparison:
             else:
                 self._add_change(pair, "data", max_abs, max_rel)
 
-    def _read(self, file: OpenFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
-        self._nbytes_read += sum(map(file.index.data_nbytes, entries))
-        return dict(zip(entries, file.read(entries, verify=False)))
+    def _read(self, side: Side, entries: Sequence[int]) -> dict[int, torch.Tensor]:
+        self._nbytes_read += sum(map(side.data_nbytes, entries))
+        return dict(zip(entries, side.read(entries)))
 
     def _nbytes_of(self, pair: _Pair) -> int:
-        return int(self._a.index.loaded_nbytes(pair[0]) + self._b.index.loaded_nbytes(pair[1]))
+        return self._a.loaded_nbytes(pair[0]) + self._b.loaded_nbytes(pair[1])
 
     def _add_change(self, pair: _Pair, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
-        forms = _form(self._a, pair[0]), _form(self._b, pair[1])
+        forms = _form_text(self._a, pair[0]), _form_text(self._b, pair[1])
         self._changed += [Change(name, what, *forms, max_abs, max_rel) for name in self._names[pair]]
 
 
@@ -212,8 +251,9 @@ def _sha256(file: OpenFile, i: int) -> Optional[bytes]:
     return next((digest.hash for digest in file.hashes(i) if digest.type is HashType.SHA256), None)
 
 
-def _form(file: OpenFile, i: int) -> str:
-    return f"{file.dtype_text(i)} {list(file.described(i)[1])}"
+def _form_text(side: Side, i: int) -> str:
+    dtype, shape = side.form(i)
+    return f"{dtype} {list(shape)}"
 
 
 def _distance(

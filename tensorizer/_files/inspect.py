@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
+from tensorizer._files.checkpoints import is_checkpoint, reader
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access
 from tensorizer._load.open_index import open_index
@@ -27,21 +28,21 @@ class TensorInfo:
     nbytes: int
     """Bytes that the tensor occupies once loaded."""
     offset: int
-    """Position of the payload, from the first byte of its file."""
+    """Position of the payload, from the first byte of its file; in a checkpoint, of its first part."""
     stored_nbytes: int
     """Bytes of the payload; 0 for tensors that were written without data."""
     file: Optional[str] = None
-    """The shard that holds it; ``None`` in a single file."""
+    """The shard that holds it; ``None`` in a single file. In a checkpoint, the file of its first part."""
 
 
 @dataclass(frozen=True, repr=False)
 class FileInfo:
-    """A file of tensors, or the shards of a model, as the index describes it."""
+    """A file of tensors, the shards of a model or a checkpoint, as the index describes it."""
 
     source: str
     """The file's name, without credentials."""
     format: str
-    """``"tensors"`` or ``"safetensors"``."""
+    """``"tensors"``, ``"safetensors"`` or ``"checkpoint"``."""
     version: Optional[int]
     """Data version of a ``.tensors`` file."""
     encrypted: bool
@@ -50,10 +51,11 @@ class FileInfo:
     tensors: tuple[TensorInfo, ...]
     """The tensors, in file order."""
     metadata: Mapping[str, str]
+    """Of a checkpoint the values that are no tensors, as JSON, as far as they need no key."""
     ties: Mapping[str, str]
     """From the name of an alias to the name of the tensor that it shares."""
     files: tuple[str, ...] = ()
-    """Names of the shards, in the order of their index; none for a single file."""
+    """Names of the shards, in the order of their index, or of the files of a checkpoint; empty for a single file."""
     metadata_encrypted: bool = False
     """Whether there are metadata that cannot be shown without the key."""
     has_tag: bool = False
@@ -73,12 +75,16 @@ class FileInfo:
 
     def facts(self) -> list[str]:
         """What it is, and how large, for people."""
-        facts = [f".{self.format}" if self.version is None else f".{self.format}, data version {self.version}"]
+        is_checkpoint = self.format == "checkpoint"
+        facts = [self.format if is_checkpoint else f".{self.format}"]
+        if self.version is not None:
+            facts.append(f"data version {self.version}")
         if self.encrypted:
             facts.append("encrypted")
         facts += [counted(len(self.tensors), "tensor"), f"{size_text(self.tensor_nbytes)} of tensors"]
         if self.file_nbytes is not None:
-            where = counted(len(self.files), "shard") if self.files else "the file"
+            kind = "file" if is_checkpoint else "shard"
+            where = counted(len(self.files), kind) if self.files else "the file"
             facts.append(f"{size_text(self.file_nbytes)} in {where}")
         return facts
 
@@ -94,7 +100,8 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
     """Describes a file without reading a payload, and without the key of an encrypted one.
 
     Args:
-        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index; a checkpoint folder
+            of ``TensorizerWriter``, local or on ``s3://``.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
 
     Returns:
@@ -104,6 +111,9 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
     """
+    if is_checkpoint(source, stream_options):
+        info: FileInfo = reader().inspect(source, stream_options)
+        return info
     with open_index(source, Access(stream_options=stream_options)) as file:
         index = file.index
         file.read_dtypes(file.stored)
@@ -141,6 +151,8 @@ def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None
     """Whether reading payloads of a file needs a key."""
     from tensorizer._files.contents import pickled_files  # which needs torch
 
+    if is_checkpoint(source, stream_options):
+        return bool(reader().is_encrypted(source, stream_options))
     if pickled_files(source):
         return False
     with open_index(source, Access(stream_options=stream_options)) as file:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from tensorizer import _C
+from tensorizer._files.checkpoints import is_checkpoint, reader
 from tensorizer._files.verify import check_all
 from tensorizer._format.names import listed
 from tensorizer._io.access import Access
@@ -36,9 +37,12 @@ def sign(
 ) -> dict[str, Any]:
     """Signs an existing ``.tensors`` file: writes the signature beside it and does not change the file.
 
+    Of a checkpoint, every file of tensors is signed, but not the marker with the values that are no tensors.
+
     Args:
         source: A path or URI. The signature goes beside it, under its name with ``.sig`` appended. Existing signatures
-            of the same content are kept if they are right.
+            of the same content are kept if they are right. Or a checkpoint folder that ``TensorizerWriter`` has written
+            with ``hashes="sha256"``.
         key: A :class:`SigningKey`, or the path of one.
         check: Reads every tensor first and compares it with its digests.
         force: Replaces a signature of another content, and other files.
@@ -48,9 +52,9 @@ def sign(
         stream_options: Keywords for opening URIs.
 
     Returns:
-        By name: ``source``; ``signature``, where it was written; ``public_key`` of `key`, and ``signers``, the public
-        keys of all signatures there, as hexadecimal digits; ``checked``, whether every tensor was read and agrees with
-        its digests.
+        By name: ``source``; ``signature``, where it was written, of a checkpoint all places; ``public_key`` of `key`,
+        and ``signers``, the public keys of all signatures there, as hexadecimal digits; ``checked``, whether every
+        tensor was read and agrees with its digests.
 
     Raises:
         ValueError: Tensors with data and without a SHA-256, which no signature would cover; a ``.safetensors`` file;
@@ -61,8 +65,23 @@ def sign(
         OSError: The file cannot be read, or the signature cannot be written.
     """
     signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
+    access = Access.to_read(encryption, stream_options, num_readers, progress)
+    if is_checkpoint(source, stream_options):
+        reports = [_sign(file, signer, check, force, access) for file in reader().files_of(source, access)]
+        return {
+            "source": shown_location(source),
+            "signature": tuple(report["signature"] for report in reports),
+            "public_key": signer.public_key.hex(),
+            "signers": tuple(one for one in reports[0]["signers"] if all(one in r["signers"] for r in reports)),
+            "checked": all(report["checked"] for report in reports),
+        }
+    return _sign(source, signer, check, force, access)
+
+
+def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, access: Access) -> dict[str, Any]:
     target = _target(source)
-    with open_whole(source, Access.to_read(encryption, stream_options, num_readers)) as file:
+    stream_options = access.stream_options
+    with open_whole(source, access) as file:
         if file.index.format == "safetensors":
             raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
         if file.source is None:
@@ -77,7 +96,7 @@ def sign(
         kept = _kept(file, records, target, force, stream_options)
         checked = check and file.readable
         if checked:
-            check_all(file, progress)
+            check_all(file, access.progress)
         content = named(file.source_name, _C.sign_detached, file.index, records, signer, kept)
         signers = _C.signers_of_detached(file.index, content)
         label = file.source_name

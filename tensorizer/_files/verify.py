@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
+from tensorizer._files.checkpoints import is_checkpoint, reader
 from tensorizer._files.copy import open_once
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.uri import local_path
 from tensorizer._load.open_file import OpenFile
-from tensorizer._system.redaction import shown_uri
+from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TensorizerError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
@@ -104,8 +103,8 @@ def verify(
     """Reads every tensor and compares it with the digests and authentication codes in the file.
 
     Args:
-        source: A path, URI, descriptor, open binary file object, a folder of shards or their index; or a local folder
-            that ``TensorizerWriter`` has written, of which everything is checked.
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index; or a checkpoint
+            folder of ``TensorizerWriter``, local or on ``s3://``, of which values that are no tensors are checked, too.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
         sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere. A remote file is
@@ -129,14 +128,17 @@ def verify(
         OSError: It cannot be opened or read.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.
     """
-    if is_checkpoint(source):
-        return _verify_checkpoint(source, encryption, num_readers, stream_options)
     wanted = None if sha256 is None else sha256.strip().lower()
     if wanted is not None and not _SHA256.match(wanted):
         raise ValueError(f"sha256: expected 64 hexadecimal digits, got {len(wanted)} characters")
     trust = Trust.of(public_key, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
+    if is_checkpoint(source, stream_options):
+        if wanted is not None:
+            raise ValueError(f"sha256: expected one file, got the checkpoint {shown_location(source)}")
+        found: VerifyReport = reader().verify(source, access, filter_func, fail_fast)
+        return found
     with open_once(source, access, twice=wanted is not None) as file:
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         source = file.source
@@ -165,9 +167,9 @@ def verify(
                     report(nbytes)
                 if fail_fast and mismatched:
                     break
-            found = None
+            digest = None
             if source is not None and wanted is not None and not (fail_fast and mismatched):
-                found = _C.sha256_of(source, None if report is None else lambda done: report(nbytes + done)).hex()
+                digest = _C.sha256_of(source, None if report is None else lambda done: report(nbytes + done)).hex()
         return VerifyReport(
             source=file.source_name,
             format=file.index.format,
@@ -175,28 +177,14 @@ def verify(
             mismatched=tuple(mismatched),
             unverified=tuple(unverified),
             index_matches=file.index_matches,
-            sha256=found,
-            sha256_matches=None if found is None or wanted is None else found == wanted,
+            sha256=digest,
+            sha256_matches=None if digest is None or wanted is None else digest == wanted,
             nbytes=nbytes,
             seconds=time.monotonic() - begin,
             sharded=source is None,
             authenticated=file.authenticated,
             signers=tuple(signer.hex() for signer in file.signers),
         )
-
-
-def is_checkpoint(source: Any) -> bool:
-    """Whether a local path is a checkpoint folder of ``torch.distributed.checkpoint``, with its marker."""
-    path = local_path(source) if isinstance(source, (str, os.PathLike)) else None
-    return path is not None and any(os.path.isfile(os.path.join(path, name)) for name in (".metadata", "__0.metadata"))
-
-
-def _verify_checkpoint(
-    source: Any, encryption: Any, num_readers: Optional[int], stream_options: Optional[Mapping[str, Any]]
-) -> VerifyReport:
-    from tensorizer import distributed
-
-    return distributed.verify(source, encryption=encryption, threads=num_readers, stream_options=stream_options)
 
 
 def check_all(file: OpenFile, progress: ProgressArgument) -> None:

@@ -20,10 +20,12 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="write the tensors of a file in another format",
-        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file, or of the shards in a folder, "
-        "in another format, dtype or encryption. The target is read back before it appears.",
+        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file, of the shards in a folder or of "
+        "a checkpoint folder in another format, dtype or encryption. The target is read back before it appears.",
     )
-    parser.add_argument("source", metavar="SRC", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument(
+        "source", metavar="SRC", help="a path or URI: a file, folder or index of shards; a checkpoint folder"
+    )
     parser.add_argument(
         "target", metavar="DST", help="a path or URI; its extension sets the format; / at the end: a folder"
     )

@@ -23,8 +23,8 @@ def add_parsers(commands: Any) -> None:
         description="Compares names, dtypes, shapes and data of two files. Data are read only if stored digests "
         "do not decide. -q prints nothing; the exit status tells.",
     )
-    parser.add_argument("a", metavar="A", help="a path or URI: a file, folder or index of shards")
-    parser.add_argument("b", metavar="B", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument("a", metavar="A", help="a path or URI: a file, folder or index of shards; a checkpoint folder")
+    parser.add_argument("b", metavar="B", help="a path or URI: a file, folder or index of shards; a checkpoint folder")
     parser.add_argument("--rtol", type=_tolerance, default=0.0, metavar="X", help="relative tolerance; default 0")
     parser.add_argument("--atol", type=_tolerance, default=0.0, metavar="X", help="absolute tolerance; default 0")
     parser.add_argument("--ignore-dtype", action="store_true", help="compare values of different dtypes")

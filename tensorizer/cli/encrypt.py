@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any, Optional
 
 from tensorizer import cli
@@ -19,8 +20,8 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "encrypt",
         help="write an encrypted copy",
-        description="Writes an encrypted copy of a file, with a key or a passphrase. With the key of an encrypted "
-        "source, writes a copy under another key; decrypted data are never written.",
+        description="Writes an encrypted copy of a file or of a checkpoint folder, with a key or a passphrase. With "
+        "the key of an encrypted source, writes a copy under another key; decrypted data are never written.",
     )
     _add_files(parser)
     add_key_options(parser, "the target", generate=True)
@@ -32,7 +33,9 @@ def add_parsers(commands: Any) -> None:
     add_common(parser)
     parser.set_defaults(run=run_encrypt)
     parser = commands.add_parser(
-        "decrypt", help="write a decrypted copy", description="Writes a decrypted copy of an encrypted file."
+        "decrypt",
+        help="write a decrypted copy",
+        description="Writes a decrypted copy of an encrypted file or checkpoint folder.",
     )
     _add_files(parser)
     add_key_options(parser, "the source")
@@ -42,8 +45,8 @@ def add_parsers(commands: Any) -> None:
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a path or URI")
-    parser.add_argument("target", metavar="DST", help="a path or URI")
+    parser.add_argument("source", metavar="SRC", help="a path or URI; a checkpoint folder")
+    parser.add_argument("target", metavar="DST", help="a path or URI; of a checkpoint, another folder")
 
 
 def run_encrypt(arguments: argparse.Namespace, output: Output) -> int:
@@ -78,9 +81,12 @@ def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
 
 def _check_target(arguments: argparse.Namespace) -> None:
     """Before a key is derived from a passphrase, which takes a while."""
+    from tensorizer._files.checkpoints import is_checkpoint
     from tensorizer._files.copy import check_target
 
     options = stream_options(arguments, arguments.source, arguments.target)
+    if is_checkpoint(arguments.source, options):
+        return
     check_names_object(arguments.target)
     with cli.imports():
         from tensorizer._files.write import file_in_folder
@@ -99,18 +105,23 @@ def _limit(text: Optional[str], presets: Any, option: str) -> Any:
 
 
 def _recrypt(arguments: argparse.Namespace, output: Output, decryption: Any, encryption: Any) -> int:
-    with cli.imports():
-        from tensorizer._files.convert import convert
+    from tensorizer._files.checkpoints import is_checkpoint
 
-    report = convert(
+    options = stream_options(arguments, arguments.source, arguments.target)
+    common: dict[str, Any] = {"force": arguments.force, "progress": output.progress(), "stream_options": options}
+    with cli.imports():
+        if is_checkpoint(arguments.source, options):
+            from tensorizer.distributed._checkpoint.recrypt import recrypt as write
+        else:
+            from tensorizer._files.convert import convert
+
+            write = functools.partial(convert, format="tensors")
+    report = write(
         arguments.source,
         arguments.target,
-        format="tensors",
         encryption=encryption,
         decryption=decryption,
-        force=arguments.force,
-        progress=output.progress(),
-        stream_options=stream_options(arguments, arguments.source, arguments.target),
+        **common,
     )
     print_report(report, output)
     return OK

@@ -29,7 +29,9 @@ def add_parsers(commands: Any) -> None:
         help="list the tensors of a file",
         description="Lists the tensors of files. Reads only the index; encrypted files need no key.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards; a checkpoint folder"
+    )
     parser.add_argument("--no-tensors", action="store_true", help="totals only")
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
     parser.add_argument("--group", action="store_true", help="one row for names that differ only in numbers")
@@ -102,7 +104,8 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
         output.line(f"metadata: {counted(len(info.metadata), 'entry', 'entries')} (--metadata shows them)")
     if arguments.no_tensors:
         return
-    columns = ["offset", "kind", *(["shard"] if info.files else [])]
+    where = "file" if info.format == "checkpoint" else "shard"
+    columns = ["offset", "kind", *([where] if info.files else [])]
     header = ["name", "dtype", "shape", "size", *(columns if arguments.long else [])]
     shards = {name: number for number, name in enumerate(info.files, 1)}
     rows = list((_grouped if arguments.group else _single)(tensors, arguments.long, shards))
@@ -137,7 +140,7 @@ def _row(name: str, tensor: TensorInfo, nbytes: int, long: bool, shards: Mapping
     row = [name, escaped(tensor.dtype), str(list(tensor.shape)), size_text(nbytes)]
     if not long:
         return row
-    shard = [] if tensor.file is None else [f"{shards[tensor.file]} of {len(shards)}"]
+    shard = [f"{shards[tensor.file]} of {len(shards)}"] if tensor.file else [""] if shards else []
     return [*row, f"{tensor.offset:,}", tensor.kind, *shard]
 
 

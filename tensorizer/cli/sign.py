@@ -18,7 +18,9 @@ def add_parsers(commands: Any) -> None:
         description="Writes the signature of FILE to FILE.sig beside it. The file itself is not changed. "
         "Existing signatures of the same content are kept.",
     )
-    parser.add_argument("files", nargs="*", metavar="FILE", help="a path or URI")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="a path or URI; a checkpoint folder: each of its files"
+    )
     parser.add_argument("--key", metavar="PATH", help="the private key: a PEM file or 64 hexadecimal digits")
     parser.add_argument("--generate-key", metavar="PATH", help="create a key: PATH, and its public half PATH.pub")
     parser.add_argument("--no-check", action="store_true", help="skip comparing the tensors with their digests first")
@@ -59,7 +61,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         )
         documents.append(report)
         if not output.json and not output.quiet:
-            output.line(f"{escaped(report['signature'])}: signed by {report['public_key']}")
+            places = report["signature"]
+            for place in [places] if isinstance(places, str) else places:
+                output.line(f"{escaped(place)}: signed by {report['public_key']}")
             if not report["checked"] and not arguments.no_check:
                 output.note("  encrypted, and no key: only its structure was checked")
     if output.json:

@@ -42,16 +42,15 @@ def add_parsers(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     with cli.imports():
-        from tensorizer._files.inspect import inspect
-        from tensorizer._files.verify import is_checkpoint, sha256_of_hub_file, verify
+        from tensorizer._files.inspect import is_encrypted
+        from tensorizer._files.verify import sha256_of_hub_file, verify
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
     reports = []
     for file in arguments.files:
         options = stream_options(arguments, file)
-        encrypted = not is_checkpoint(file) and inspect(file, stream_options=options).encrypted
-        key = decryption(arguments, output, encrypted, what=escaped(shown_uri(file)))
+        key = decryption(arguments, output, is_encrypted(file, options), what=escaped(shown_uri(file)))
         report = verify(
             file,
             encryption=key,

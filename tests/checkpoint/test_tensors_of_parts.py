@@ -14,7 +14,16 @@ from samples import Scaled, Wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
-from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorDeserializer, UnsupportedContentError
+from tensorizer import (
+    DecryptionParams,
+    EncryptionParams,
+    FormatError,
+    TensorDeserializer,
+    UnsupportedContentError,
+    diff,
+    inspect,
+)
+from tensorizer.distributed._checkpoint.recrypt import recrypt
 
 pytestmark = MARKS
 
@@ -124,6 +133,20 @@ def test_a_class_without_operations_is_stored_and_filled_too(tmp_path):
     target = {"w": Undetachable(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2))}
     load(target, tmp_path)
     assert_same(target, state)
+
+
+def test_parts_are_inspected_compared_and_encrypted(tmp_path):
+    save(state_of("c"), tmp_path / "in")
+    key = EncryptionParams.random()
+    unlock = DecryptionParams.from_key(key.key)
+    recrypt(tmp_path / "in", tmp_path / "locked", encryption=key)
+    target = state_of("c", 0)
+    load(target, tmp_path / "locked", encryption=unlock, verify_hash=True)
+    assert_same(target, state_of("c"))
+    assert {"w.codes", "w.codes'", "w.scale", "nested.codes.scale"} <= {
+        t.name for t in inspect(tmp_path / "locked").tensors
+    }
+    assert diff(tmp_path / "in", tmp_path / "locked", encryption_b=unlock)
 
 
 def test_damaged_parts_are_named_by_a_verification(tmp_path):

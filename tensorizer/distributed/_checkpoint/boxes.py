@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -118,12 +118,15 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
             "not the file that belongs to this checkpoint"
         )
 
+    def vouched(self) -> tuple[tuple[Optional[str], tuple[str, ...]], ...]:
+        """What vouches for each file that is open, and the public keys of its signatures."""
+        return tuple((file.authenticated, tuple(key.hex() for key in file.signers)) for file in self._open.values())
+
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read_bytes(self, name: str, stored: Stored) -> bytes:
         """The bytes of a leaf."""
-        saved = Saved(name, stored, torch.uint8)
-        (tensor,) = self._raw([(self.check(saved), saved)])
+        (tensor,) = self.read_records([Saved(name, stored, torch.uint8)])
         return bytes(tensor.numpy().tobytes())
 
     def read_value(self, name: str, stored: Stored) -> Any:
@@ -138,22 +141,21 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         """Fills the targets. Raises as :func:`~tensorizer.distributed._checkpoint.reading.fill`."""
         fill(map(self._want, wanted), verify=self._verify, check=self._check_digests)
 
-    def verify(self, records: Sequence[Saved]) -> None:
-        """Reads records of one file and compares them with their digests. Raises as :meth:`read`."""
-        self._raw([(self.check(record), record) for record in records])
+    def read_records(self, records: Sequence[Saved]) -> Sequence[torch.Tensor]:
+        """Whole records of one file. Raises as :meth:`read`."""
+        if not records:
+            return []
+        file = records[0].stored.file
+        assert file is not None
+        entries = [self.check(record) for record in records]
+        (reader,) = self.file(file).readers
+        return read_records(reader, entries, self._verify, self._check_digests)
 
     def _want(self, box: WantedBox) -> Want:
         (_, stored, dtype), part, target = box
         entry = self.check(box.saved)
         assert stored.file is not None
         return Want(self.file(stored.file), entry, stored.shape, dtype, part, target)
-
-    def _raw(self, items: Sequence[tuple[int, Saved]]) -> Sequence[torch.Tensor]:
-        """Whole records of one file, by their entries."""
-        file = items[0][1].stored.file
-        assert file is not None
-        (reader,) = self.file(file).readers
-        return read_records(reader, [entry for entry, _ in items], self._verify, self._check_digests)
 
     def _check_digests(self, reader: FileReader, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
         """The digests of the records, with which the data agree, are those that the marker states."""

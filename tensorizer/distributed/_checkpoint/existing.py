@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tensorizer._files.verify import Mismatch, VerifyReport
+from tensorizer._format.entries import FilterFuncType
 from tensorizer._io.access import Access
-from tensorizer._save.records import Record
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.sizes import runs
-from tensorizer.distributed._boxes import box_at, check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, saved_parts
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.marker import Marker, SavedFile, unpack_marker
 from tensorizer.distributed._checkpoint.parts import about_name
+from tensorizer.distributed._checkpoint.whole import whole_tensors
 from tensorizer.distributed._ranks import Ranks, caught
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import (
@@ -27,12 +27,15 @@ from tensorizer.errors import (
     TensorizerError,
     VerificationError,
 )
+from tensorizer.progress import progress_reporter
 
 # Bytes that are read and compared at a time.
 _RUN_NBYTES = 128 << 20
 
 
-def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) -> list[Marker]:
+def read_markers(
+    folder: Folder, encryption: Optional[DecryptionParams] = None, require_authenticated: bool = False
+) -> list[Marker]:
     """The marker of all ranks, or one of each rank that saved without collectives.
 
     Raises:
@@ -43,7 +46,9 @@ def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) 
 
     def read(rank: Optional[int]) -> Marker:
         name = marker_name(rank)
-        return folder.read(name, lambda content: unpack_marker(content, folder.join(name), encryption))
+        return folder.read(
+            name, lambda content: unpack_marker(content, folder.join(name), encryption, require_authenticated)
+        )
 
     try:
         return [read(None)]
@@ -109,17 +114,33 @@ def verify(
         OSError: The marker cannot be read. If that is so on one rank, all raise.
         TypeError, ValueError: Wrong arguments.
     """
-    folder = Folder.at(checkpoint, stream_options)
-    access = Access.to_read(encryption, num_readers=threads)
+    access = Access.to_read(encryption, stream_options, threads)
     thread_limit("threads", threads)
+    return verify_folder(Folder.at(checkpoint, stream_options), access, group)
+
+
+def verify_folder(
+    folder: Folder,
+    access: Access,
+    group: Optional[torch.distributed.ProcessGroup] = None,
+    filter_func: Optional[FilterFuncType] = None,
+    fail_fast: bool = False,
+) -> VerifyReport:
+    """As :func:`verify`, and with all that :func:`tensorizer.verify` takes for a file.
+
+    Raises:
+        AuthenticationError: A file has no signature of the keys that `access` asks for.
+    """
     ranks = Ranks(group)
     begin = time.monotonic()
     own: Optional[_Share] = None
     with caught() as failures:
-        own = _verify_share(folder, access, ranks.rank, ranks.size)
+        own = _verify_share(folder, access, ranks, filter_func, fail_fast)
     shares: list[_Share] = ranks.agree(failures, own)
     wrong = dict.fromkeys(mismatch for share in shares for mismatch in share.mismatched)
     names = {mismatch.name for mismatch in wrong}
+    vouched = {found for share in shares for found in share.vouched}
+    signers = [set(signers) for _, signers in vouched]
     return VerifyReport(
         source=folder.where,
         format="checkpoint",
@@ -132,29 +153,52 @@ def verify(
         nbytes=sum(share.nbytes for share in shares),
         seconds=time.monotonic() - begin,
         sharded=True,
+        authenticated=next(iter({by for by, _ in vouched})) if len({by for by, _ in vouched}) == 1 else None,
+        signers=tuple(sorted(signers[0].intersection(*signers[1:]))) if signers else (),
     )
 
 
 class _Share(NamedTuple):
-    """What one rank has compared: names of boxes and values, what is wrong, and bytes."""
+    """What one rank has compared: names of boxes and values, what is wrong, bytes, and what vouches for each file."""
 
-    names: tuple[str, ...]
-    mismatched: tuple[Mismatch, ...]
-    nbytes: int
+    names: tuple[str, ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
+    nbytes: int = 0
+    vouched: tuple[tuple[Optional[str], tuple[str, ...]], ...] = ()
 
 
-def _verify_share(folder: Folder, access: Access, rank: int, ranks: int) -> _Share:
+def _verify_share(
+    folder: Folder, access: Access, ranks: Ranks, filter_func: Optional[FilterFuncType], fail_fast: bool
+) -> _Share:
     try:
-        markers = read_markers(folder, access.encryption)
+        markers = read_markers(folder, access.encryption, access.trust.required)
     except (FormatError, VerificationError, AuthenticationError) as error:
-        return _Share((), (Mismatch("", str(error)),), 0)
-    share = _share(_saved_in(markers), rank, ranks)
-    with CheckpointFiles(folder, access, verify=True) as files:
-        wrong = [Mismatch("", text) for text in (_errors_of_markers(folder, markers, files) if rank == 0 else ())]
-        together = runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file)
-        wrong += [mismatch for run in together for mismatch in _errors(files, run)]
-    nbytes = sum(record.stored.nbytes for record in share)
-    return _Share(tuple(record.name for record in share), tuple(dict.fromkeys(wrong)), nbytes)
+        return _Share(mismatched=(Mismatch("", str(error)),))
+    chosen = [saved for saved in saved_in(markers) if filter_func is None or filter_func(saved.name)]
+    share = _share(chosen, ranks.rank, ranks.size)
+    wrong: list[Mismatch] = []
+    nbytes = 0
+    with (
+        CheckpointFiles(folder, access, verify=True) as files,
+        progress_reporter(access.progress, sum(record.stored.nbytes for record in share), "verifying") as report,
+    ):
+        if access.trust.public_keys:
+            for file in dict.fromkeys(record.stored.file for record in share if record.stored.file is not None):
+                files.file(file)  # raises if no key has signed it
+        if ranks.rank == 0:
+            wrong += [Mismatch("", text) for text in _errors_of_markers(folder, markers, files)]
+        done = 0
+        for run in runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file):
+            if fail_fast and wrong:
+                break
+            wrong += _errors(files, run)
+            done += len(run)
+            nbytes += sum(record.stored.nbytes for record in run)
+            if report is not None:
+                report(nbytes)
+        vouched = files.vouched()
+    names = tuple(record.name for record in share[:done])
+    return _Share(names, tuple(dict.fromkeys(wrong)), nbytes, vouched)
 
 
 def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: CheckpointFiles) -> list[str]:
@@ -191,7 +235,7 @@ def _share(records: list[Saved], rank: int, ranks: int) -> list[Saved]:
 def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[Mismatch]:
     """What is wrong with a run; one by one where something is, so that every damaged tensor is named."""
     try:
-        files.verify(run)
+        files.read_records(run)
     except (TensorizerError, OSError) as error:
         if len(run) > 1:
             return [error for record in run for error in _errors(files, [record])]
@@ -200,7 +244,7 @@ def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[Mismatch]:
     return []
 
 
-def _saved_in(markers: list[Marker]) -> list[Saved]:
+def saved_in(markers: Sequence[Marker]) -> list[Saved]:
     """Everything that has bytes in a file, in the order of files and records."""
     found: list[Saved] = []
     for marker in markers:
@@ -216,33 +260,3 @@ def _saved_in(markers: list[Marker]) -> list[Saved]:
             dtype = item.properties.dtype if isinstance(item, TensorStorageMetadata) else torch.uint8
             found.append(Saved(index.fqn, stored, dtype))
     return sorted(found, key=lambda saved: (saved.stored.file, saved.stored.record))
-
-
-def whole_tensors(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
-    """The tensors by name, each with its name and boxes as its source: their offsets, and where they are stored.
-
-    Those that ranks saved without collectives have their boxes in several markers.
-
-    Raises:
-        FormatError: The boxes of a tensor are not all of it, or overlap.
-    """
-    found: dict[str, Record] = {}
-    taken: dict[str, set[torch.Size]] = {}  # the offsets of boxes that were found
-    for marker in markers:
-        for name, item in marker.metadata.state_dict_metadata.items():
-            if not isinstance(item, TensorStorageMetadata) or is_of_parts(marker, name, item):
-                continue
-            whole = found.setdefault(name, Record((name,), item.properties.dtype, tuple(item.size), source=(name, [])))
-            there = taken.setdefault(name, set())
-            new = [c.offsets for c in item.chunks if c.sizes.numel() and c.offsets not in there]
-            whole.source[1].extend((tuple(at), marker.stored[MetadataIndex(name, at)]) for at in new)
-            there.update(new)
-    for name, whole in found.items():
-        check_cover(name, whole.shape, [box_at(at, stored.shape) for at, stored in whole.source[1]], folder.where)
-    return list(found.values())
-
-
-def is_of_parts(marker: Marker, name: str, item: TensorStorageMetadata) -> bool:
-    """Whether a tensor is made of others, which are stored in its place."""
-    boxes = [chunk.offsets for chunk in item.chunks if chunk.sizes.numel()]
-    return bool(boxes) and marker.stored[MetadataIndex(name, boxes[0])].parts is not None

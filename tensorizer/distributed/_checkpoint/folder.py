@@ -201,8 +201,9 @@ class Folder(NamedTuple):
 
 
 def _is_stale(name: str, files: Collection[str]) -> bool:
+    signed = name.removesuffix(".sig")  # a signature goes with its file
     return (
-        (is_data_file(name) and name not in files)
+        (is_data_file(signed) and signed not in files)
         or _RANK_MARKER.match(name) is not None
         or _UNNAMED.match(name) is not None  # left by a process that was killed while it wrote
     )

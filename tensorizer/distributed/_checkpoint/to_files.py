@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
-
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tensorizer._files.contents import Contents
 from tensorizer._files.write import Plan, WriteOptions, Writers, file_in_folder, format_of, write_contents
@@ -16,14 +13,12 @@ from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sources import TargetArgument, is_path
 from tensorizer._save.records import Record
-from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
-from tensorizer.distributed._boxes import box_at, slices_of
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
-from tensorizer.distributed._checkpoint.existing import is_of_parts, read_markers, whole_tensors
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles
+from tensorizer.distributed._checkpoint.existing import read_markers
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
-from tensorizer.distributed._checkpoint.json_values import encoded
-from tensorizer.distributed._checkpoint.marker import JSON, Marker
+from tensorizer.distributed._checkpoint.marker import Marker
+from tensorizer.distributed._checkpoint.whole import read_whole, values_of, whole_tensors, without_prefix
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import UnsupportedContentError
@@ -98,7 +93,7 @@ def dcp_to_files(
         format = format_of(target, format, default="safetensors")
         target = file_in_folder(target, format)
         markers = read_markers(folder, decryption)
-        records = _selected(folder, whole_tensors(folder, markers), prefix)
+        records = selected(folder, whole_tensors(folder, markers), prefix)
         options = WriteOptions(
             format=format,
             max_shard_size=max_shard_size,
@@ -106,11 +101,7 @@ def dcp_to_files(
         )
     with CheckpointFiles(folder, reading, verify=verify_hash) as files:
         with ranks.together():
-            values, left_out = _values(markers, files, prefix)
-        metadata = {VALUES_KEY: json.dumps(values)} if values else {}
-        if format == "safetensors":
-            metadata["format"] = "pt"  # as transformers wants it
-        contents = Contents(records, metadata, {}, lambda chosen: _read(files, chosen))
+            contents, left_out = contents_of(markers, files, records, prefix, format)
         plan, _ = write_contents(contents, target, options, writing)
     if left_out and ranks.rank == 0:
         warnings.warn(
@@ -125,24 +116,30 @@ def _nbytes_of_rank(plan: Plan, rank: int, ranks: int) -> int:
     return sum(plan.records[i].nbytes for run in plan.shards[rank::ranks] for i in run)
 
 
-def _selected(folder: Folder, records: Sequence[Record], prefix: str) -> list[Record]:
+def contents_of(
+    markers: Sequence[Marker], files: CheckpointFiles, records: Sequence[Record], prefix: str, format: str
+) -> tuple[Contents, list[str]]:
+    """Some tensors of a checkpoint and its simple values, for a file of this format; the names of what is neither."""
+    values, left_out = values_of(markers, files, prefix)
+    metadata = {VALUES_KEY: json.dumps(values)} if values else {}
+    if format == "safetensors":
+        metadata["format"] = "pt"  # as transformers wants it
+    return Contents(records, metadata, {}, lambda chosen: read_whole(files, chosen)), left_out
+
+
+def selected(folder: Folder, records: Sequence[Record], prefix: str) -> list[Record]:
     """The tensors whose names begin with the prefix, without it."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
     if not records:
         raise UnsupportedContentError(f"{folder.where}: expected a checkpoint with tensors, got one without")
-    found = [record for record in records if _without(prefix, str(record.name)) is not None]
+    found = [record for record in records if without_prefix(prefix, str(record.name)) is not None]
     if not found:
         there = listed(_prefixes([str(record.name) for record in records]))
         raise ValueError(f"{folder.where}: prefix={prefix!r:.200} selects no tensor; their names begin with {there}")
     for record in found:
-        record.path = (_without(prefix, str(record.name)),)  # type: ignore[assignment]
+        record.path = (without_prefix(prefix, str(record.name)),)  # type: ignore[assignment]
     return found
-
-
-def _without(prefix: str, name: str) -> Optional[str]:
-    """A name without the prefix; ``None`` if it does not begin with it, or nothing would be left."""
-    return name[len(prefix) :] if name.startswith(prefix) and name != prefix else None
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
@@ -154,39 +151,3 @@ def _prefixes(names: Sequence[str]) -> list[str]:
     return list(
         dict.fromkeys(".".join([*path[: depth + 1], ""]) if len(path) > depth + 1 else ".".join(path) for path in steps)
     )
-
-
-def _read(files: CheckpointFiles, chosen: Sequence[Record]) -> list[torch.Tensor]:
-    wholes = [empty(record.shape, dtype=record.dtype, device="cpu") for record in chosen]
-    files.read(want for record, whole in zip(chosen, wholes) for want in _boxes(record, whole))
-    return wholes
-
-
-def _boxes(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
-    """The boxes of a tensor, which are the source of its record, each to its place in the whole."""
-    name, boxes = record.source
-    for offsets, stored in boxes:
-        part = slices_of(box_at(offsets, stored.shape))
-        all_of_it = tuple(slice(0, n) for n in stored.shape)
-        yield WantedBox(Saved(name, stored, record.dtype), all_of_it, whole[part])
-
-
-def _values(markers: Sequence[Marker], files: CheckpointFiles, prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """The simple values whose names begin with the prefix, and the names of what no file of tensors holds."""
-    values: dict[str, Any] = {}
-    left_out = []
-    for marker in markers:
-        for name, item in marker.metadata.state_dict_metadata.items():
-            short = _without(prefix, name)
-            if short is None:
-                continue
-            if isinstance(item, TensorStorageMetadata):
-                if is_of_parts(marker, name, item):
-                    left_out.append(name)
-                continue
-            stored = marker.stored[MetadataIndex(name)]
-            if stored.kind != JSON:
-                left_out.append(name)
-                continue
-            values[short] = encoded(files.read_value(name, stored))
-    return values, left_out
