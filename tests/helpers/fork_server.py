@@ -30,8 +30,15 @@ class ForkServer:
     """Runs programs that find ``torch`` and ``tensorizer`` imported already."""
 
     def __init__(self) -> None:
+        # What programs import lies here and beside; the processes that they start look for it, too.
+        helpers = os.path.dirname(os.path.abspath(__file__))
+        paths = [os.path.dirname(helpers), helpers, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
     def run(self, program: str, *arguments: object, stdin: object = "/dev/null", timeout: float = 120) -> Result:
