@@ -212,6 +212,7 @@ void register_authenticity(py::module_& m) {
       "index_digest",
       [](const OpenedIndex& opened) { return to_bytes(sign::index_digest(opened)); },
       py::arg("index"));
+  m.def("bind_records", &sign::bind_records, py::arg("index"));
   m.def("embedded_signers", &embedded_signers, py::arg("index"));
   m.def(
       "has_tag", [](const OpenedIndex& opened) { return opened.annex && opened.annex->tag; },

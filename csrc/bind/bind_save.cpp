@@ -86,13 +86,15 @@ std::unique_ptr<SaveSession> make_session(std::shared_ptr<io::RangeSink> sink, u
                                           std::shared_ptr<crypto::SecretKey> key,
                                           const std::optional<Derivation>& derivation,
                                           std::vector<format::OwnedPair> metadata,
-                                          std::shared_ptr<crypto::Signer> signer) {
+                                          std::shared_ptr<crypto::Signer> signer,
+                                          bool binds_records) {
   save::SaveOptions options{.hashes = {crc32, sha256},
                             .max_workers = max_workers,
                             .key = std::move(key),
                             .derivation = std::nullopt,
                             .metadata = std::move(metadata),
-                            .signer = std::move(signer)};
+                            .signer = std::move(signer),
+                            .binds_records = binds_records};
   if (derivation) options.derivation = derivation_of(*derivation);
   return std::make_unique<SaveSession>(std::move(sink), start, options);
 }
@@ -105,7 +107,8 @@ void register_save(py::module_& m) {
       .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
            py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,
            py::arg("key") = py::none(), py::arg("derivation") = py::none(),
-           py::arg("metadata") = std::vector<format::OwnedPair>{}, py::arg("signer") = py::none())
+           py::arg("metadata") = std::vector<format::OwnedPair>{}, py::arg("signer") = py::none(),
+           py::arg("binds_records") = false)
       .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"),
            py::arg("ties") = py::list())
       .def("set_metadata", &SaveSession::set_metadata, py::arg("key"), py::arg("value"))

@@ -99,6 +99,7 @@ void register_http(pybind11::module_& m);
 void register_multipart(pybind11::module_& m);
 void register_redis(pybind11::module_& m);
 void register_safetensors(pybind11::module_& m);
+void register_sync(pybind11::module_& m);
 void register_versions(pybind11::module_& m);
 
 }  // namespace tensorizer::bind

@@ -42,5 +42,6 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_cache(m);
   tensorizer::bind::register_redis(m);
   tensorizer::bind::register_multipart(m);
+  tensorizer::bind::register_sync(m);
   tensorizer::bind::register_versions(m);
 }

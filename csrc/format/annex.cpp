@@ -330,15 +330,15 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
 
 uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead, uint64_t entries,
                       const SignaturesToCome& to_come) {
-  const bool authenticated = to_come.tag || to_come.signatures > 0;
-  if (annex.metadata.empty() && annex.ties.empty() && !authenticated) return 0;
+  const bool records = to_come.records || to_come.tag || to_come.signatures > 0;
+  if (annex.metadata.empty() && annex.ties.empty() && !records) return 0;
   uint64_t nbytes = kFrameNbytes + kSectionHeadNbytes + digest::Sha256Digest{}.size();
   const auto add = [&nbytes](SectionType type, std::span<const TextPair> pairs) {
     if (!pairs.empty()) nbytes += kSectionHeadNbytes + text_of(type, pairs).size();
   };
   add(SectionType::metadata, annex.metadata);
   add(SectionType::ties, annex.ties);
-  if (authenticated) nbytes += kSectionHeadNbytes + sizeof(digest::Sha256Digest) * entries;
+  if (records) nbytes += kSectionHeadNbytes + sizeof(digest::Sha256Digest) * entries;
   if (to_come.tag)
     nbytes += kSectionHeadNbytes + kTagNbytes + (to_come.derivation ? kDerivationNbytes : 0);
   if (to_come.signatures > 0) nbytes += kSectionHeadNbytes + kSignatureNbytes * to_come.signatures;

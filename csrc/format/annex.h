@@ -108,8 +108,9 @@ struct Signatures {
   std::optional<FileTag> tag;
   std::vector<Signature> signatures;
 };
-// Their number, known before.
+// Which of them there will be, known before.
 struct SignaturesToCome {
+  bool records = false;  // section 5, which a tag and signatures have in any case
   bool tag = false;
   bool derivation = false;  // of the tag's key
   size_t signatures = 0;

@@ -288,7 +288,7 @@ void SaveSession::take_entries(Call& call) {
     entries_.push_back(
         {std::move(tensor), call.records[i].offset, call.records[i].data_offset(), {}});
   }
-  if (options_.is_authenticated()) digest_headers(call);
+  if (options_.digests_headers()) digest_headers(call);
   ties_.insert(ties_.end(), call.ties.begin(), call.ties.end());
   if (call.prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
   head_.prologue = call.prologue;
@@ -389,7 +389,7 @@ void SaveSession::write_head(Publish how, const std::stop_token& stop) {
   const auto prologue = stored_prologue();
   if (has_annex()) {
     std::vector<digest::Sha256Digest> records;
-    if (options_.is_authenticated()) {
+    if (options_.digests_headers()) {
       records.reserve(entries_.size());
       for (const SavedEntry& entry : entries_) records.push_back(entry.header_digest);
     }
@@ -424,12 +424,12 @@ format::AnnexToWrite SaveSession::annex_with(std::span<const format::OwnedPair> 
 }
 
 bool SaveSession::has_annex() const noexcept {
-  return options_.is_authenticated() || !metadata_.empty() || !ties_.empty();
+  return options_.digests_headers() || !metadata_.empty() || !ties_.empty();
 }
 
 format::Signatures SaveSession::sign(const digest::Sha256Digest& digest) {
   format::Signatures signatures;
-  if (options_.is_authenticated()) digest_ = digest;
+  if (options_.digests_headers()) digest_ = digest;
   if (tag_key_)
     signatures.tag = {.derivation = options_.derivation,
                       .tag = crypto::make_tag(digest, *tag_key_)};
@@ -448,7 +448,8 @@ uint64_t SaveSession::annex_nbytes_with(size_t more_entries,
                    : 0;
   return format::annex_nbytes(annex_with(more_ties), sealed_overhead,
                               entries_.size() + more_entries,
-                              {.tag = options_.key != nullptr,
+                              {.records = options_.binds_records,
+                               .tag = options_.key != nullptr,
                                .derivation = options_.derivation.has_value(),
                                .signatures = options_.signer ? 1U : 0U});
 }

@@ -35,9 +35,10 @@ struct SaveOptions {
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
   std::vector<format::OwnedPair> metadata{};        // sealed where there is a key
   std::shared_ptr<const crypto::Signer> signer{};   // signs the file, each time it is published
+  bool binds_records = false;  // to the index digest, also where no key or signer needs that
 
   // Whether the file says what its record headers have to be.
-  bool is_authenticated() const noexcept { return key || signer; }
+  bool digests_headers() const noexcept { return binds_records || key || signer; }
 };
 
 // A tensor of the call that has a second name.
@@ -101,7 +102,7 @@ class SaveSession {
   // Closes without completing, but publishes what waits; no call follows.
   void abandon() noexcept;
 
-  // Of the content that was published last, if the file has a tag or a signature.
+  // Of the content that was published last, if the file says what its record headers have to be.
   const std::optional<digest::Sha256Digest>& index_digest() const noexcept { return digest_; }
   uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
   uint64_t published_nbytes() const noexcept;  // the whole container; 0: nothing is published

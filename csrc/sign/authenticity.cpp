@@ -105,6 +105,13 @@ Signed check_detached_signatures(OpenedIndex& opened, std::span<const std::byte>
   return check_signatures(opened, annex, wanted);
 }
 
+void bind_records(OpenedIndex& opened) {
+  if (!opened.annex || opened.annex->records.size() != opened.index.size())
+    throw Error(Errc::malformed, "its annex has no digests of its record headers");
+  check_digest(*opened.annex);
+  note_records(opened, *opened.annex);
+}
+
 format::Annex open_sealed(const OpenedIndex& opened, KeyRing& keys) {
   ByteCursor cursor(opened.annex->sealed, "sealed metadata");
   const auto nbytes = cursor.read_le<uint64_t>("crypt_info length");

@@ -40,6 +40,10 @@ Signed check_embedded_signatures(load::OpenedIndex& opened,
 Signed check_detached_signatures(load::OpenedIndex& opened, std::span<const std::byte> file,
                                  std::span<const crypto::PublicKeyBytes> wanted);
 
+// For a file whose index digest the caller has compared with one that was told elsewhere: from now
+// on, record headers must have the digests that it covers. Throws Error(malformed): there are none.
+void bind_records(load::OpenedIndex& opened);
+
 // Decrypts the sealed section of the file's annex: the metadata of an encrypted file, under the key
 // of its tensors. REQUIRES: it has one. Throws Error: crypto (wrong key, altered), malformed.
 format::Annex open_sealed(const load::OpenedIndex& opened, load::KeyRing& keys);

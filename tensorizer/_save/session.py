@@ -110,11 +110,14 @@ def tensors_file(
     max_workers: int = 0,
     fsync: bool = True,
     stream_options: Optional[Mapping[str, Any]] = None,
+    signer: Optional[_C.Signer] = None,
+    binds_records: bool = False,
 ) -> Iterator[_C.SaveSession]:
     """The session to which the block hands the payloads of `records`, in order.
 
     The file is there when the block ends; after an exception what was under its name before stays. Encrypted files hold
-    no CRC-32, whatever `hashes` says.
+    no CRC-32, whatever `hashes` says. With `binds_records`, the index digest of a plain file covers its record headers,
+    too, as that of encrypted and signed ones does.
 
     Raises:
         OSError: The target cannot be written.
@@ -136,6 +139,8 @@ def tensors_file(
             key=key,
             derivation=derivation,
             metadata=list((metadata or {}).items()),
+            signer=signer,
+            binds_records=binds_records,
         )
         give_up = [session.abandon, opened.discard]
         session.begin_call([record.begin() for record in records], False, list(ties))

@@ -31,7 +31,8 @@ LAYERS = {
     "load": {"core", "format", "crypto", "io", "device", "digest"},
     "save": {"core", "format", "crypto", "io", "device", "digest"},
     "sign": {"core", "digest", "format", "crypto", "io", "load"},
-    "bind": {"core", "digest", "format", "crypto", "io", "device", "load", "save", "sign"},
+    "sync": {"core"},
+    "bind": {"core", "digest", "format", "crypto", "io", "device", "load", "save", "sign", "sync"},
 }
 PYTHON_HEADERS = re.compile(r"^(Python\.h|pybind11/|torch/|ATen/|c10/|numpy/)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
