@@ -185,7 +185,12 @@ def is_denied(error: BaseException) -> bool:
 
 
 def is_absent(error: BaseException) -> bool:
-    """Whether an error of opening a name in a store, which is only tried, counts as "there is none"."""
+    """Whether an error of opening a name in a store, which is only tried, counts as "there is none".
+
+    A bucket that does not exist has no other names either: its error is told as it is.
+    """
+    if "NoSuchBucket" in str(error):
+        return False
     return isinstance(error, FileNotFoundError) or is_denied(error)
 
 

@@ -17,10 +17,11 @@ import torch
 from tensorizer import stream_io
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import name_in
+from tensorizer._load.arguments import one_device
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.serializer import TensorSerializer
-from tensorizer.utils import get_device, no_init_or_tensor
+from tensorizer.utils import no_init_or_tensor
 
 Folder = Union[str, os.PathLike[str]]
 
@@ -98,7 +99,7 @@ def load_model(
     )
     if isinstance(path_uri, torch.nn.Module):
         raise TypeError("path_uri: expected a folder, got a module, which tensorizer.torch.load_model fills")
-    device = get_device() if device is None else torch.device(device)
+    device = one_device(device)
     config = _load_config(path_uri, model_prefix, modelclass, configclass)
     with torch.device(device), no_init_or_tensor():
         model = _build(modelclass, config)

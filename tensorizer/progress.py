@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
+
+from tensorizer._system.config import env_text
 
 __all__ = ["Progress", "ProgressArgument"]
 
@@ -63,3 +66,37 @@ def progress_reporter(
         listener(Progress(done, total, done / elapsed if elapsed > 0 else 0.0))
 
     yield report
+
+
+def bars(delay: float) -> Callable[[Progress], None]:
+    """Shows a bar on standard error for each piece of work that takes longer than `delay` seconds.
+
+    Raises:
+        ImportError: ``tqdm`` is not installed.
+    """
+    from tqdm import tqdm
+
+    bar: Any = None
+
+    def show(progress: Progress) -> None:
+        nonlocal bar
+        done, total = progress.bytes_done, progress.bytes_total
+        if bar is None:
+            bar = tqdm(total=total, unit="B", unit_scale=True, delay=delay, file=sys.stderr)
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+            bar = None
+
+    return show
+
+
+def terminal_bar() -> ProgressArgument:
+    """What users of a terminal see if they ask for nothing: a bar after one second. Elsewhere, and without ``tqdm``,
+    nothing."""
+    if not sys.stderr.isatty() or env_text("TERM") == "dumb":
+        return False
+    try:
+        return bars(delay=1.0)
+    except ImportError:
+        return False

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from tensorizer._files.copy import exists
+from tensorizer._io.model_files import exists
 from tensorizer._io.uri import folder_uri, local_path, scheme_of
 
 _MARKERS = (".metadata", "__0.metadata")  # of all ranks; of the first one that saved without the others

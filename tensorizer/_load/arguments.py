@@ -79,11 +79,12 @@ def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
         return _chooser_of(device)
     if callable(device):
         choose = device
-        return lambda name: _one_device(choose(name))
-    return _one_device(device)
+        return lambda name: one_device(choose(name))
+    return one_device(device)
 
 
-def _one_device(device: Optional[_Device]) -> torch.device:
+def one_device(device: Optional[_Device]) -> torch.device:
+    """One device; ``None`` is CUDA where there is any. Raises as :func:`target_device`."""
     if device is None:
         from tensorizer.utils import get_device
 
@@ -111,7 +112,7 @@ def _parsed(device: _Device) -> torch.device:
 
 
 def _chooser_of(devices: Mapping[str, _Device]) -> DeviceChooser:
-    resolved = {name: _one_device(device) for name, device in devices.items()}
+    resolved = {name: one_device(device) for name, device in devices.items()}
 
     def choose(name: Name) -> torch.device:
         text = name if isinstance(name, str) else ".".join(map(str, name))

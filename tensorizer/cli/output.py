@@ -91,37 +91,14 @@ class Output:
 
     def progress(self) -> bool | Any:
         """What to pass as ``progress=``: a bar on a terminal, for work that lasts."""
+        from tensorizer.progress import bars, terminal_bar
+
         if self._progress is None:
-            wanted = sys.stderr.isatty() and not self.quiet and env_text("TERM") != "dumb"
-        else:
-            wanted = self._progress
-        if not wanted:
-            return False
-        return _bars(delay=0.0 if self._progress else 1.0, must_show=bool(self._progress))
-
-
-def _bars(delay: float, must_show: bool) -> Any:
-    """Called with a :class:`tensorizer.progress.Progress`: a bar for each piece of work that takes longer than `delay`
-    seconds. Without tqdm there is none, unless one must be shown."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        if must_show:
+            return False if self.quiet else terminal_bar()
+        try:
+            return bars(delay=0.0) if self._progress else False
+        except ImportError as error:
             raise UsageError("--progress needs the package tqdm: pip install tqdm") from error
-        return False
-    bar: Any = None
-
-    def show(progress: Any) -> None:
-        nonlocal bar
-        done, total = progress.bytes_done, progress.bytes_total
-        if bar is None:
-            bar = tqdm(total=total, unit="B", unit_scale=True, delay=delay, file=sys.stderr)
-        bar.update(done - bar.n)
-        if done >= total:
-            bar.close()
-            bar = None
-
-    return show
 
 
 def _json(content: dict[str, Any]) -> str:

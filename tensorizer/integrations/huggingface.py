@@ -11,7 +11,9 @@ from typing import Any, Optional, Union
 
 import torch
 
+from tensorizer._load.arguments import one_device
 from tensorizer._system.devices import as_device
+from tensorizer.progress import ProgressArgument, terminal_bar
 from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["from_pretrained", "load_adapter", "save_pretrained"]
@@ -32,6 +34,7 @@ def save_pretrained(
     max_shard_size: Union[str, int, None] = None,
     variant: Optional[str] = None,
     names: str = "model",
+    progress: ProgressArgument = None,
     stream_options: StreamOptions = None,
 ) -> None:
     """Write an object as its library's ``save_pretrained`` would, with the weights in ``.tensors`` files.
@@ -60,6 +63,8 @@ def save_pretrained(
             transformers' own files, for other releases of it and for engines such as vLLM: version 5 keeps experts
             fused, and names some models' parts differently than version 4. The library then writes a temporary file
             first, and ``metadata`` is not stored.
+        progress: ``True`` shows a bar, ``False`` none; a callable is told about bytes done. By default a bar appears on
+            a terminal after one second.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
 
     Raises:
@@ -83,6 +88,7 @@ def save_pretrained(
         max_shard_size=max_shard_size,
         variant=variant,
         names=names,
+        progress=terminal_bar() if progress is None else progress,
         stream_options=stream_options,
     )
 
@@ -110,6 +116,7 @@ def from_pretrained(
     allow_pickle: bool = False,
     mmap: Optional[bool] = None,
     output_loading_info: bool = False,
+    progress: ProgressArgument = None,
     stream_options: StreamOptions = None,
     **model_kwargs: Any,
 ) -> Any:
@@ -154,12 +161,15 @@ def from_pretrained(
             CPU, as the libraries do, if no tensor is converted, `verify` is not set and the file is not on a network
             file system. ``False`` reads the file.
         output_loading_info: Returns ``(model, info)``, with the information of the library.
+        progress: ``True`` shows a bar, ``False`` none; a callable is told about bytes done. By default a bar appears on
+            a terminal after one second.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
         **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.
 
     Raises:
         TypeError: The class or ``None`` stands before the source; the message shows the order.
-        FileNotFoundError: No such folder, repository or revision, or no weights in it.
+        FileNotFoundError: No such folder, bucket, repository or revision, or no weights in it.
+        RuntimeError: `device` or `device_map` names CUDA, and there is none. Nothing was read then.
         FormatError: Several sets of weights in the folder, none of which is marked as made from the other.
         LoadError: With `strict`, tensors are missing or unexpected.
         ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; no dtype
@@ -171,6 +181,8 @@ def from_pretrained(
         VerificationError, CryptographyError, FormatError, OSError: The files, as for
             :class:`tensorizer.TensorDeserializer`.
     """
+    if progress is None:
+        progress = terminal_bar()
     got = None
     if source is None or isinstance(source, type):
         got = f"{getattr(source, '__name__', source)} as the source"
@@ -185,7 +197,7 @@ def from_pretrained(
             "trust_remote_code: code of a repository is never run; import the class and pass it as model_class="
         )
     from tensorizer.integrations._hf.folders import LoadOptions
-    from tensorizer.integrations._hf.models import asked_dtype
+    from tensorizer.integrations._hf.models import asked_dtype, check_device_map
     from tensorizer.integrations._hf.objects import load
 
     torch_dtype = model_kwargs.pop("torch_dtype", None)
@@ -194,6 +206,8 @@ def from_pretrained(
     device = as_device(device)
     if mmap and (device_map is not None or device.type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU: leave out device= and device_map=")
+    one_device(device)
+    check_device_map(device_map)
     model, info = load(source, model_class, LoadOptions.among(locals()))
     if not output_loading_info:
         return model

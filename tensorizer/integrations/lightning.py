@@ -22,6 +22,7 @@ import torch
 from tensorizer._files.contents import not_storable
 from tensorizer._files.copy import remove_files
 from tensorizer._io.uri import check_is_path, scheme_of
+from tensorizer._load.arguments import one_device
 from tensorizer._save.records import place_of
 from tensorizer._system import locks
 from tensorizer._system.devices import empty
@@ -186,9 +187,12 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         Raises:
             FileNotFoundError: There is no such file.
             FormatError: The file is not a checkpoint of this class.
+            RuntimeError: `map_location` is CUDA, and there is none. Nothing was read then.
             pickle.UnpicklingError: It holds more than simple values, and `weights_only` is not ``False``.
         """
         self._wait()
+        if isinstance(map_location, (str, torch.device)):
+            one_device(map_location)  # before anything is read
         options = (self._stream_options or None) if scheme_of(path) is not None else None
         where: Any = map_location
         with open_stream(path, "rb", **(options or {})) as stream:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import tiny_models
 import torch
 import transformers
 from servers.file_server import serve_folder
+from servers.s3_recorder import S3Recorder
 
 import tensorizer
-from tensorizer import _C, DecryptionParams, EncryptionParams
+from tensorizer import _C, DecryptionParams, EncryptionParams, progress
 from tensorizer._load.fit import ModuleView
 from tensorizer._load.modules import Filling, ModuleFill, module_names
 from tensorizer.errors import FormatError, LoadError, MissingHashError, UnsupportedContentError
@@ -392,7 +394,7 @@ def test_two_sets_of_weights_in_a_folder_or_prefix_are_refused_naming_both(tmp_p
                 assert named.model.norm.weight[0] == 7.0
 
 
-def test_a_save_beside_another_set_of_weights_says_that_the_folder_will_not_load(tmp_path, caplog):
+def test_save_pretrained_beside_another_set_of_weights_says_that_the_folder_will_not_load(tmp_path, caplog):
     model = tiny_models.llama()
     model.save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -683,7 +685,7 @@ def test_a_local_folder_that_torchao_has_quantised_is_loaded_by_the_library(tmp_
             save_pretrained(model, tmp_path / "ours")
 
 
-def test_a_compiled_model_is_saved_as_the_model_that_was_compiled(tmp_path):
+def test_save_pretrained_of_a_compiled_model_writes_the_model_that_was_compiled(tmp_path):
     model = tiny_models.llama()
     whole, parts = torch.compile(model), tiny_models.llama()
     parts.model = torch.compile(parts.model)
@@ -718,7 +720,7 @@ def test_the_names_that_engines_look_for_are_those_of_the_library_and_convert_ke
         assert not fused & found["hub"]
 
 
-def test_a_saved_folder_replaces_an_earlier_one(tmp_path):
+def test_save_pretrained_replaces_an_earlier_folder(tmp_path):
     model = tiny_models.llama()
     save_pretrained(model, tmp_path)
     (tmp_path / "mine-00001-of-00001.tensors").write_bytes(b"")
@@ -747,7 +749,7 @@ def test_a_folder_may_be_a_uri(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
 
 
-def test_what_cannot_be_saved_is_refused_before_a_file_appears(tmp_path):
+def test_save_pretrained_refuses_what_it_cannot_save_before_a_file_appears(tmp_path):
     with pytest.raises(TypeError, match="got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "out")
     with torch.device("meta"):
@@ -838,3 +840,53 @@ def test_tied_weights_that_are_not_numbers_are_tied_again_and_those_on_two_devic
     fill.put({**tensors, "lm_head.weight": tensors["lm_head.weight"].to("meta")})
     assert parted.lm_head.weight.is_meta
     assert not parted.model.embed_tokens.weight.is_meta
+
+
+def test_save_pretrained_and_from_pretrained_tell_their_progress(tmp_path):
+    told = []
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path, progress=told.append)
+    nbytes = (tmp_path / "model.tensors").stat().st_size
+    assert told[-1].bytes_done == told[-1].bytes_total
+    assert 0 < told[-1].bytes_total <= nbytes
+    for options in ({}, {"dtype": torch.bfloat16}, {"strict": False, "output_loading_info": True}):
+        told.clear()
+        from_pretrained(tmp_path, mmap=False, progress=told.append, **options)
+        assert told[-1].bytes_done == told[-1].bytes_total > 0
+    with pytest.raises(TypeError, match="progress: expected a bool or a callable"):
+        from_pretrained(tmp_path, mmap=False, progress="yes")
+
+
+def test_a_bar_appears_by_default_on_a_terminal_alone(tmp_path, monkeypatch, capsys):
+    save_pretrained(tiny_models.llama(), tmp_path)
+    for on_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda on_terminal=on_terminal: on_terminal, raising=False)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(progress, "bars", lambda delay: print(f"a bar after {delay} s"))
+        save_pretrained(tiny_models.llama(), tmp_path)
+        from_pretrained(tmp_path, mmap=False)
+        assert capsys.readouterr().out == ("a bar after 1.0 s\n" * 2 if on_terminal else "")
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    nowhere = "https://127.0.0.1:1/model"
+    message = "device 'cuda(:0)?' was asked for, but CUDA is not available"
+    for options in ({"device": "cuda"}, {"device": 0}, {"device_map": "cuda"}, {"device_map": {"": 0}}):
+        with pytest.raises(RuntimeError, match=message):
+            from_pretrained(nowhere, **options)
+    for load in (tensorizer.load_file, tensorizer.TensorDeserializer):
+        with pytest.raises(RuntimeError, match=message):
+            load(f"{nowhere}/model.tensors", device="cuda")
+    with pytest.warns(DeprecationWarning, match="load_model"), pytest.raises(RuntimeError, match=message):
+        tensorizer.load_model(nowhere, torch.nn.Linear, device="cuda")
+
+
+def test_a_bucket_that_does_not_exist_is_told_in_the_words_of_the_store(monkeypatch):
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with S3Recorder() as store:
+        store.refuse_all = {"GetObject": (404, "NoSuchBucket")}
+        options = {"stream_options": store.arguments}
+        for load in (from_pretrained, tensorizer.load_file, tensorizer.inspect):
+            with pytest.raises(FileNotFoundError, match="NoSuchBucket"):
+                load("s3://bukcet/model", **options)

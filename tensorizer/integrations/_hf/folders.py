@@ -25,6 +25,7 @@ from tensorizer._io.sources import json_content
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied
+from tensorizer.progress import ProgressArgument
 
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
@@ -71,6 +72,7 @@ class LoadOptions:
     require_authenticated: Optional[bool] = None
     allow_pickle: bool = False
     mmap: Optional[bool] = None
+    progress: ProgressArgument = False
     model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
@@ -80,7 +82,7 @@ class LoadOptions:
 
     def of_base_model(self) -> LoadOptions:
         """For a model of another folder: nothing that was said about this one's files holds for it."""
-        of_model = ("dtype", "device", "device_map", "quantization_config", "model_kwargs")
+        of_model = ("dtype", "device", "device_map", "quantization_config", "progress", "model_kwargs")
         of_hub = ("cache", "local_files_only", "token", "allow_pickle")
         return LoadOptions(**{name: getattr(self, name) for name in (*of_model, *of_hub)})
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tensorizer._format.dtypes import CASTABLE, is_quantised_by_torchao, known_dtype, torch_dtype
 from tensorizer._io.access import Trust
 from tensorizer._io.uri import local_path
-from tensorizer._load.arguments import meant_dtype, named_dtype
+from tensorizer._load.arguments import meant_dtype, named_dtype, one_device
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import OpenFile
@@ -437,6 +437,14 @@ def _kinds_fit(file: OpenFile, stored: Mapping[str, int], wanted: Mapping[str, t
     kinds = [(known_dtype(dtype), target) for dtype, target in pairs]
     # All of them numbers of one kind, floating point.
     return all(found == target or {found, target} <= CASTABLE for found, target in kinds)
+
+
+def check_device_map(device_map: Any) -> None:
+    """Raises ``RuntimeError`` for one that names CUDA where there is none, before anything is read."""
+    devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    for device in devices:
+        if isinstance(device, (int, torch.device)) or (isinstance(device, str) and device.startswith("cuda")):
+            one_device(device)
 
 
 def resolve_device_map(

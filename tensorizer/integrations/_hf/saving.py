@@ -39,6 +39,7 @@ from tensorizer._system.sizes import counted
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST
 from tensorizer.integrations._hf.objects import is_of, stem_of
+from tensorizer.progress import ProgressArgument
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
@@ -160,6 +161,7 @@ def save_folder(
     max_shard_size: Union[str, int, None] = None,
     variant: Optional[str] = None,
     names: str = "model",
+    progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
     is_copy: bool = False,
     is_plain: bool = False,
@@ -171,7 +173,7 @@ def save_folder(
     if names not in ("model", "library"):
         raise ValueError(f"names: expected 'model' or 'library', got {names!r}")
     options = WriteOptions(format=format_of("", format), ties=ties, max_shard_size=max_shard_size)
-    access = Access.to_write(encryption, stream_options)
+    access = Access.to_write(encryption, stream_options, progress)
     with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library", is_copy) as where:
         if is_plain:
             _save_module(obj, tokenizer, where)

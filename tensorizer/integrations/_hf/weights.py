@@ -51,7 +51,7 @@ class Weights(NamedTuple):
         """The file, with nothing read but its index."""
         options = self.options
         trust = Trust.of(options.public_key, options.require_authenticated)
-        access = Access.to_read(options.encryption, self.folder.stream_options, trust=trust)
+        access = Access.to_read(options.encryption, self.folder.stream_options, None, options.progress, trust)
         how = ReadOptions(target_device(device), dtype, self._mmap, options.verify or None)
         return open_file(self.source, access, how, filter_func)
 
