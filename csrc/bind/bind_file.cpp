@@ -54,7 +54,14 @@ void register_file(py::module_& m) {
       .def("map", &FileSource::map);
   py::class_<io::FileMapping, std::shared_ptr<io::FileMapping>>(m, "FileMapping")
       .def_property_readonly("nbytes",
-                             [](const io::FileMapping& map) { return map.bytes().size(); });
+                             [](const io::FileMapping& map) { return map.bytes().size(); })
+      .def(
+          "populate",
+          [](const io::FileMapping& map, uint64_t offset, uint64_t nbytes) {
+            run_interruptible(
+                [&](const std::stop_token& stop) { map.populate(offset, nbytes, stop); });
+          },
+          py::arg("offset"), py::arg("nbytes"));
   py::class_<PyFileSource, io::RangeSource, std::shared_ptr<PyFileSource>>(m, "PyFileSource")
       .def(py::init<py::object, std::string>(), py::arg("file"), py::arg("name"));
   py::class_<PyRangeSource, io::RangeSource, std::shared_ptr<PyRangeSource>>(m, "PyRangeSource")

@@ -14,6 +14,7 @@
 #include "core/error.h"
 #include "device/kept_memory.h"
 #include "format/safetensors.h"
+#include "load/hashed_source.h"
 #include "load/open_index.h"
 #include "sign/authenticity.h"
 
@@ -193,6 +194,22 @@ void register_index(py::module_& m) {
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }
 
+void register_hashed_source(py::module_& m) {
+  using load::HashedSource;
+  py::class_<HashedSource, io::RangeSource, std::shared_ptr<HashedSource>>(m, "HashedSource")
+      .def(py::init<std::shared_ptr<io::RangeSource>>(), py::arg("source"))
+      .def_property_readonly("position", &HashedSource::position)
+      .def(
+          "finish",
+          [](HashedSource& source, const py::object& progress) {
+            return to_bytes(run_interruptible(
+                Where::helper_thread,
+                [&](const std::stop_token& stop) { return source.finish(stop); },
+                report_to(progress, [&] { return source.position(); })));
+          },
+          py::arg("progress") = py::none());
+}
+
 void register_memory(py::module_& m) {
   using device::KeptMemory;
   m.def(
@@ -223,6 +240,7 @@ void register_keys(py::module_& m) {
 
 void register_load(py::module_& m) {
   register_index(m);
+  register_hashed_source(m);
   register_memory(m);
   register_keys(m);
 }

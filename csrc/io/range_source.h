@@ -41,6 +41,15 @@ struct SourceTraits {
   // True when the answer to a read comes from another machine: whoever reads waits, and others may
   // use what he does not need yet.
   bool remote = false;
+  // True when whole units should be read, and taken at growing offsets: a read that comes before
+  // earlier ones waits for them.
+  bool ascending = false;
+};
+
+// Bytes that one read of a load takes.
+struct Stretch {
+  uint64_t offset = 0;
+  uint64_t nbytes = 0;
 };
 
 // "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are expected"
@@ -85,6 +94,9 @@ class RangeSource {
   // Called before the streams of traits() are read: until the result is destroyed, the source keeps
   // for each of them what makes it fast.
   virtual std::shared_ptr<void> open_streams() { return nullptr; }
+
+  // Called when a load of an ascending source is planned: what it will read, in this order.
+  virtual void expect(std::span<const Stretch> /*stretches*/) {}
 
   // Called before a load that will read `nbytes` of the source in all, for sources that keep what
   // is read. Throws Error(cancelled).

@@ -208,7 +208,7 @@ class DeviceLoad : private UnitStages {
     const io::SourceTraits traits = session_.source.traits();
     if (session_.cipher) {
       if (const std::byte* there = session_.source.view(unit.offset, unit.nbytes)) return there;
-      if (!traits.remote && !traits.sequential) {
+      if (!traits.remote && !traits.sequential && !traits.ascending) {
         in_buffer_ = 0;
         return buffer_.data() + unit_begin_;
       }

@@ -93,7 +93,7 @@ LoadPlan plan_whole(const LoadSession& session) {
   const unsigned workers = useful_workers(session);
   const size_t lanes = digest::Sha256::lanes();
   // Hashing takes longer than reading: as many chains as there are lanes, and soon.
-  bool fills_lanes = options.verify && traits.in_memory;
+  bool fills_lanes = options.verify && traits.in_memory && !traits.ascending;
   PlanOptions plan;
   plan.unit_nbytes = unit_nbytes(session);
   plan.gap_nbytes = traits.gap_nbytes;
@@ -102,7 +102,7 @@ LoadPlan plan_whole(const LoadSession& session) {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
     fills_lanes = fills_lanes && workers > 1 && lanes >= digest::kManyLanes;
     // Bytes leave their buffer once they are hashed: several chains must be under way.
-    if (options.verify && workers > 1 && !traits.sequential)
+    if (options.verify && workers > 1 && !traits.sequential && !traits.ascending)
       plan.large_at_once = digest::kDealtPerWorker * workers;
   }
   if (fills_lanes) {
@@ -146,6 +146,15 @@ LoadPlan plan_parts(const LoadSession& session) {
     if (entry.data_nbytes > 0) parts.back().runs = session.targets[target].runs;  // else: zeros
   }
   return plan_slices(parts, plan);
+}
+
+// Of whole tensors: parts are read in several ways.
+void announce(const LoadSession& session) {
+  if (!session.source.traits().ascending || session.options.parts) return;
+  std::vector<io::Stretch> stretches;
+  stretches.reserve(session.plan.units.size());
+  for (const Unit& unit : session.plan.units) stretches.push_back({unit.offset, unit.nbytes});
+  session.source.expect(stretches);
 }
 
 bool is_brief_plan(const LoadSession& session) {
@@ -219,6 +228,7 @@ void make_first_plan(LoadSession& session) {
   } else {
     session.plan = plan_parts(session);
   }
+  announce(session);
   session.is_brief = is_brief_plan(session);
   if (options.verify) start_digests(session);
 }

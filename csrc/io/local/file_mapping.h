@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stop_token>
 #include <string>
 
 namespace tensorizer::io {
@@ -19,6 +20,11 @@ class FileMapping {
   FileMapping& operator=(const FileMapping&) = delete;
 
   std::span<std::byte> bytes() const noexcept { return {data_, nbytes_}; }
+
+  // Reads the pages of [offset, offset + nbytes) and maps them, on as many threads as there are
+  // processors, so that who looks at them later waits for nothing. Does nothing where the kernel
+  // (before Linux 5.14) or the file cannot. Throws Error(cancelled).
+  void populate(uint64_t offset, uint64_t nbytes, const std::stop_token& stop) const;
 
  private:
   FileMapping(std::byte* data, uint64_t nbytes) noexcept : data_(data), nbytes_(nbytes) {}
