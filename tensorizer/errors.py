@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 __all__ = [
     "AuthenticationError",
+    "ConflictError",
     "CryptographyError",
     "DeviceError",
     "FieldRangeError",
@@ -21,6 +22,7 @@ __all__ = [
     "InvalidVersionError",
     "LoadError",
     "MissingHashError",
+    "StateMismatchError",
     "StreamError",
     "StreamExistsError",
     "StreamIsADirectoryError",
@@ -31,6 +33,7 @@ __all__ = [
     "TruncatedError",
     "UnsupportedContentError",
     "VerificationError",
+    "VersionNotFoundError",
 ]
 
 
@@ -74,6 +77,10 @@ class VerificationError(TensorizerError):
 
 class HashMismatchError(VerificationError):
     """A stored digest disagrees with the data it belongs to."""
+
+
+class StateMismatchError(VerificationError):
+    """Tensors that follow a publisher are not what its version says (docs/weight-sync.md). They were not written."""
 
 
 class MissingHashError(VerificationError):
@@ -123,6 +130,14 @@ class StreamNotADirectoryError(StreamError, NotADirectoryError):
 
 class StreamExistsError(StreamError, FileExistsError):
     """A new file or folder was to be created, but the path exists."""
+
+
+class ConflictError(StreamError):
+    """Another publisher writes to the same place (docs/weight-sync.md)."""
+
+
+class VersionNotFoundError(TensorizerError, LookupError):
+    """The place that a follower reads has no files for this version, or has them no more (docs/weight-sync.md)."""
 
 
 class DeviceError(TensorizerError, RuntimeError):

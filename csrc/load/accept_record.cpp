@@ -26,9 +26,12 @@ format::RecordHeader accept_record(const OpenedIndex& opened, uint32_t entry,
   if (!opened.authenticated.records.empty()) {
     digest::Sha256 digest;
     digest.update(bytes);
-    if (digest.finish() != opened.authenticated.records[entry])
+    if (digest.finish() != opened.authenticated.records[entry]) {
+      if (!opened.authenticated.by_key && opened.authenticated.signers.empty())
+        throw Error(Errc::hash_mismatch, "its record header does not match its digest");
       throw Error(Errc::authentication,
                   "its record is not the one that the file was authenticated with");
+    }
   }
   const bool encrypted = opened.prologue.has_crypt_info();
   format::RecordHeader header = format::parse_record_header(bytes, listed, encrypted);

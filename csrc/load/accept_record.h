@@ -21,7 +21,8 @@ void check_header_nbytes(const format::IndexEntry& entry, bool encrypted);
 bool has_sha256(const format::RecordHeader& header) noexcept;
 
 // Parses a record header and compares it with its authenticated digest, if the file has one, and
-// with the index. The result borrows `bytes`. Throws Error: authentication, malformed, crypto.
+// with the index. The result borrows `bytes`. Throws Error: authentication or, without a key
+// or signature, hash_mismatch; malformed, crypto.
 format::RecordHeader accept_record(const OpenedIndex& opened, uint32_t entry,
                                    std::span<const std::byte> bytes);
 

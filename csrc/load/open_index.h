@@ -39,7 +39,8 @@ struct ContainerHead {
 struct Authenticated {
   bool by_key = false;                               // the tag is right
   std::vector<std::array<std::byte, 32>> signers{};  // public keys of signatures that are right
-  // The digests that record headers must have; empty if neither was checked.
+  // The digests that record headers must have; empty if neither was checked, nor the index digest
+  // compared with one told elsewhere.
   std::vector<digest::Sha256Digest> records{};
 };
 

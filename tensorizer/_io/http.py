@@ -160,6 +160,11 @@ class CURLStreamFile(WindowedReader):
         return self._headers
 
     @property
+    def is_known(self) -> bool:
+        """For the package: whether the object is the one that `cached` knew, so that nothing was sent."""
+        return self._shared is not None and self._shared.http.is_known
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that sized reads, ``readinto`` and forward seeks have passed.
 

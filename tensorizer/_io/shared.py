@@ -39,12 +39,13 @@ def shared(key: Any, make: Callable[[], Made]) -> Made:
 
 
 @contextlib.contextmanager
-def sharing() -> Iterator[None]:
-    """Files that are opened within it, by this thread and those that take its context, share what they can."""
-    if _shared.get() is not None:
+def sharing(among: Optional[Shared] = None) -> Iterator[None]:
+    """Files that are opened within it, by this thread and those that take its context, share what they can: with those
+    of an outer call of it, or, with `among`, with those that were opened with the same one before."""
+    if _shared.get() is not None and among is None:
         yield
         return
-    token = _shared.set(Shared())
+    token = _shared.set(Shared() if among is None else among)
     try:
         yield
     finally:

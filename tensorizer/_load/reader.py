@@ -208,6 +208,13 @@ class FileReader:
         self._run(batch, entries, progress)
         return finish()
 
+    def read_into(self, entries: Sequence[int], tensors: Sequence[torch.Tensor], device: torch.device) -> LoadedBatch:
+        """Loads `entries`, verified, to the memory of `tensors` on `device`, to which there is a fast way."""
+        batch = self.batch(entries, True, device, tensors)
+        self._run(batch, entries, None)
+        self._check_hashes_are_there(entries, batch.headers, True)
+        return LoadedBatch(entries, tensors, batch.headers)
+
     def read_headers(self, entries: Sequence[int]) -> LoadedBatch:
         """The record headers of `entries`, without any data."""
         batch = self.batch(entries, False, headers_only=True)

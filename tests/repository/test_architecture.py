@@ -194,6 +194,7 @@ FOLDERS = {
         "signing",
     },
     "_save": {"_C", "_system", "_keys", "_format", "_io", "errors", "progress"},
+    "_sync": {"_C", "_system", "_format", "_io", "_load", "_save", "errors"},
 }
 
 

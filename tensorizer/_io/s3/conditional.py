@@ -1,0 +1,129 @@
+"""A small object that is replaced as a whole: read if it changed, written if nobody else has written it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Optional
+
+from tensorizer._io.s3.access import resolve
+from tensorizer._io.s3.client import s3_code, translated
+from tensorizer._io.s3.options import S3Options, params_of, parse_s3_uri
+from tensorizer.errors import StreamError
+
+_READS = 3  # of an object whose body breaks off
+
+# How stores say that a condition was not met: the object is another one, is there, is not there, or is being written.
+_NOT_MET = frozenset({404, 409, 412})
+
+
+class Version(NamedTuple):
+    """What was read, and what tells it from other versions."""
+
+    content: bytes
+    etag: str
+
+
+class NotMetError(Exception):
+    """The object is not what the writer had seen."""
+
+
+class ConditionalObject:
+    """The object; caches on the way are told not to keep it.
+
+    Attributes:
+        takes_conditions: Whether the store has not said yet that it knows no conditions.
+    """
+
+    def __init__(self, uri: str, options: S3Options) -> None:
+        self._location = parse_s3_uri(uri)
+        self._options = options
+        self._write = False
+        self._known_access: Any = None
+        self.takes_conditions = True
+
+    @property
+    def _access(self) -> Any:
+        if self._known_access is None:
+            self._known_access = resolve(self._location, self._options, write=self._write)
+            events = self._known_access.client.meta.events
+            events.register("before-call.s3.GetObject", self._without_caches, unique_id=f"tensorizer-{id(self)}")
+        return self._known_access
+
+    def _without_caches(self, params: dict[str, Any], **_: Any) -> None:
+        if params["url_path"].endswith(f"/{self._location.key}"):
+            params["headers"]["Cache-Control"] = "no-cache"
+
+    def for_writing(self) -> None:
+        """From now on, requests are signed by who may write."""
+        if not self._write:
+            self._write, self._known_access = True, None
+
+    def read(self, known: Optional[Version]) -> Optional[Version]:
+        """The object, which is `known` itself if it is still that one; ``None``: there is none.
+
+        Raises:
+            StreamError: The store refused, or did not answer.
+        """
+        client = self._access.client
+        params = {**self._location.params, **params_of(client, "get_object", self._options.extra("get"))}
+        if known is not None and known.etag:
+            params["IfNoneMatch"] = known.etag
+        for left in reversed(range(_READS)):
+            try:
+                with self._translated("read", passes=(304, 404)):
+                    answer = client.get_object(**params)
+                    return Version(answer["Body"].read(), str(answer.get("ETag", "")))
+            except _Status as found:
+                return known if found.status == 304 else None
+            except StreamError as error:
+                if error.status is not None or not left:
+                    raise
+        raise AssertionError
+
+    def write(self, content: bytes, known: Optional[Version]) -> Version:
+        """Replaces `known`, or creates the object where that is ``None``.
+
+        Raises:
+            NotMetError: The object is another one by now.
+            StreamError: The store refused, or did not answer.
+        """
+        client = self._access.client
+        extra = params_of(client, "put_object", self._options.extra("put"))
+        params = {**self._location.params, **{name: value for name, value in extra.items() if name[:2] != "If"}}
+        params.update(Body=content, ContentType="application/json", CacheControl="no-cache")
+        conditions: Mapping[str, str] = {"IfNoneMatch": "*"} if known is None else {"IfMatch": known.etag}
+        if self.takes_conditions and params_of(client, "put_object", conditions) == conditions:
+            try:
+                with self._translated("write", passes=(*_NOT_MET, 501)):
+                    return Version(content, str(client.put_object(**params, **conditions)["ETag"]))
+            except _Status as found:
+                if found.status != 501:
+                    if found.status == 404 and found.code == "NoSuchBucket":
+                        raise found.error from None
+                    raise NotMetError from None
+                self.takes_conditions = False
+        with self._translated("write"):
+            return Version(content, str(client.put_object(**params)["ETag"]))
+
+    @contextlib.contextmanager
+    def _translated(self, operation: str, passes: tuple[int, ...] = ()) -> Iterator[None]:
+        """Raises errors of botocore as the package's own, those with some statuses as :class:`_Status`."""
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError, ResponseParserError, StreamError) as error:
+            told = translated(error, operation, self._access.describe(self._location))
+            if told.status in passes:
+                raise _Status(told, s3_code(error)) from error
+            raise told from error
+
+
+class _Status(Exception):
+    """An answer that the caller has a use for."""
+
+    def __init__(self, error: StreamError, code: str) -> None:
+        super().__init__(str(error))
+        self.error, self.status, self.code = error, error.status, code

@@ -1,0 +1,353 @@
+"""Where runs lie: a folder, a prefix of a store that speaks S3, a folder of an HTTP server."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from tensorizer._io.http import CURLStreamFile
+from tensorizer._io.shared import Shared, sharing
+from tensorizer._io.sinks import NewFile
+from tensorizer._io.sources import check_stream_options
+from tensorizer._io.uri import folder_uri, local_path, scheme_of
+from tensorizer._sync.pointer import POINTER_NAME, version_of
+from tensorizer._system.redaction import shown_uri
+from tensorizer.errors import ConflictError, StreamError, StreamNotFoundError, stream_errors
+
+_LOCK_NAME = ".lock"
+_READS = 5  # of a pointer that is replaced while it is read
+
+
+class Read(NamedTuple):
+    """A pointer as it was read, and what tells it from others."""
+
+    content: bytes
+    tag: Any
+
+
+class NotMetError(Exception):
+    """Somebody else has replaced the pointer."""
+
+
+class Store:
+    """What followers need of a place, and, of those that can be written, publishers.
+
+    Attributes:
+        name: For messages.
+    """
+
+    name: str
+
+    def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
+        """The pointer, which is `known` itself if it is still that one; ``None``: there is none. Raises ``OSError``."""
+        raise NotImplementedError
+
+    def place_of(self, name: str) -> str:
+        """The path or URI of a file."""
+        raise NotImplementedError
+
+    def sharing(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it files are opened with what this place keeps for them."""
+        return contextlib.nullcontext()
+
+    # ---- of places that can be written ------------------------------------------------------------------------------
+
+    #: Keywords for opening files, and for those that are written.
+    read_options: Optional[Mapping[str, Any]] = None
+    write_options: Optional[Mapping[str, Any]] = None
+
+    def lock(self) -> None:
+        """Makes sure that no other publisher writes here, where the place can.
+
+        Raises:
+            ConflictError: Another one does.
+        """
+
+    def unlock(self) -> None:
+        """Lets others publish."""
+
+    def write_pointer(self, content: bytes, known: Optional[Read]) -> Read:
+        """Replaces `known`, or what is not there; durable when it returns.
+
+        Raises:
+            NotMetError: It is another one by now.
+            OSError: It cannot be written.
+        """
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """Names of anchors and deltas that are there."""
+        raise NotImplementedError
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes files in this order; those that are gone already are no error."""
+        raise NotImplementedError
+
+    def refuses_existing(self, error: OSError) -> bool:
+        """Whether a file could not be written because its name is taken."""
+        return False
+
+    def without_conditions(self, error: OSError) -> bool:
+        """Whether a write failed because the place knows no conditions; from then on it gets none."""
+        return False
+
+
+def open_store(location: Any, stream_options: Optional[Mapping[str, Any]], *, writes: bool) -> Store:
+    """The place that users mean.
+
+    Raises:
+        TypeError: No path and no URI; unknown `stream_options`.
+        ValueError: A place of another kind.
+    """
+    check_stream_options(stream_options)
+    if not isinstance(location, (str, os.PathLike)):
+        raise TypeError(f"location: expected a path or a URI, got {type(location).__name__}")
+    path = local_path(location) if scheme_of(location) in (None, "file", "local") else None
+    if path is not None:
+        return FolderStore(path)
+    scheme = scheme_of(location)
+    if scheme == "s3":
+        return S3Store(str(location), stream_options)
+    if scheme in ("http", "https") and not writes:
+        return HttpStore(str(location), stream_options)
+    known = "a folder, file:// or s3://" if writes else "a folder, file://, s3:// or http(s)://"
+    raise ValueError(f"location: expected {known}, got {shown_uri(str(location))}")
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+_locks: weakref.WeakSet[FolderStore] = weakref.WeakSet()
+
+
+class FolderStore(Store):
+    """A folder of this machine, or of one that it mounts."""
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.abspath(path)
+        self._lock: Optional[int] = None
+        self.name = self._path
+
+    def place_of(self, name: str) -> str:
+        return os.path.join(self._path, name)
+
+    @stream_errors()
+    def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
+        try:
+            with open(self.place_of(POINTER_NAME), "rb") as file:
+                status = os.fstat(file.fileno())
+                tag = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+                if known is not None and known.tag == tag:
+                    return known
+                content = file.read()
+        except FileNotFoundError:
+            return None
+        return known if known is not None and known.content == content else Read(content, tag)
+
+    @stream_errors()
+    def lock(self) -> None:
+        if self._lock is not None:
+            return
+        os.makedirs(self._path, exist_ok=True)
+        lock = os.open(self.place_of(_LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConflictError(f"{self.name}: another publisher writes here and holds {_LOCK_NAME}") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        _locks.add(self)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+            _locks.discard(self)
+
+    def write_pointer(self, content: bytes, known: Optional[Read]) -> Read:
+        with NewFile(self.place_of(POINTER_NAME)) as file:
+            file.write(content)
+            file.publish()
+        read = self.read_pointer(None)
+        if read is None or read.content != content:
+            raise NotMetError
+        return read
+
+    @stream_errors()
+    def names(self) -> list[str]:
+        return [name for name in os.listdir(self._path) if version_of(name) is not None]
+
+    @stream_errors()
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.place_of(name))
+
+
+def _forget_locks() -> None:
+    """In a forked child: the lock is the parent's, and ends with it."""
+    for store in list(_locks):
+        store.unlock()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+# --- object stores ----------------------------------------------------------------------------------------------------
+
+
+class S3Store(Store):
+    """A prefix of a bucket."""
+
+    def __init__(self, uri: str, stream_options: Optional[Mapping[str, Any]]) -> None:
+        from tensorizer import stream_io
+        from tensorizer._io.s3.conditional import ConditionalObject
+
+        self._folder = folder_uri(uri)
+        self._options = self.read_options = dict(stream_options or {})
+        self._shared = Shared()
+        self._pointer = ConditionalObject(self.place_of(POINTER_NAME), stream_io._s3_options(**self._options))
+        self._new_only = True
+        self.name = shown_uri(self._folder)
+
+    def place_of(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def sharing(self) -> contextlib.AbstractContextManager[Any]:
+        return sharing(self._shared)
+
+    def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
+        from tensorizer._io.s3.conditional import Version
+
+        with self.sharing():
+            before = None if known is None else Version(known.content, known.tag)
+            found = self._pointer.read(before)
+        if found is None or found is before or found.content == (known and known.content):
+            return known if found is not None else None
+        return Read(found.content, found.etag)
+
+    @property
+    def write_options(self) -> Mapping[str, Any]:  # type: ignore[override]
+        given = {kind: dict(names) for kind, names in (self._options.get("s3_extra_args") or {}).items()}
+        put = {name: value for name, value in given.get("put", {}).items() if name[:2] != "If"}
+        if self._new_only:
+            put["IfNoneMatch"] = "*"
+        return {**self._options, "s3_extra_args": {**given, "put": put}}
+
+    def lock(self) -> None:
+        from tensorizer._io.s3.options import params_of
+
+        self._pointer.for_writing()
+        with self.sharing():
+            client = self._pointer._access.client
+        self._new_only = bool(params_of(client, "put_object", {"IfNoneMatch": "*"})) and self._new_only
+
+    def write_pointer(self, content: bytes, known: Optional[Read]) -> Read:
+        from tensorizer._io.s3 import conditional
+
+        before = None if known is None else conditional.Version(known.content, known.tag)
+        with self.sharing():
+            try:
+                written = self._pointer.write(content, before)
+                if self._pointer.takes_conditions:
+                    return Read(*written)
+            except conditional.NotMetError:
+                pass
+            except StreamError:
+                with contextlib.suppress(OSError):  # the first failure tells more
+                    found = self._pointer.read(None)
+                    if found is not None and found.content == content:
+                        return Read(*found)
+                raise
+            # The answer to an earlier try may have been lost; or the store knows no conditions.
+            found = self._pointer.read(None)
+            if found is None or found.content != content:
+                raise NotMetError
+            return Read(*found)
+
+    def names(self) -> list[str]:
+        return [name for name in self._prefix().names() if version_of(name) is not None]
+
+    def delete(self, names: Sequence[str]) -> None:
+        if names:
+            prefix = self._prefix()
+            for name in names:
+                prefix.delete([name])
+
+    def _prefix(self) -> Any:
+        from tensorizer import stream_io
+
+        with self.sharing():
+            return stream_io._s3_prefix(self._folder, **self._options)
+
+    def refuses_existing(self, error: OSError) -> bool:
+        return getattr(error, "status", None) in (409, 412)
+
+    def without_conditions(self, error: OSError) -> bool:
+        if self._new_only and getattr(error, "status", None) == 501:
+            self._new_only = False
+            return True
+        return False
+
+
+class _Known:
+    """What an open of the pointer knows of it: nothing is sent if it is still that one."""
+
+    known = None
+
+    def __init__(self, read: Optional[Read]) -> None:
+        self._read = read
+
+    def condition(self) -> dict[str, Any]:
+        read = self._read
+        if read is None or not read.tag or read.tag.startswith("W/"):
+            return {}
+        return {"known_etag": read.tag, "known_nbytes": len(read.content)}
+
+    def over_http(self, http: Any) -> None:
+        return None
+
+    def closed(self, over: Any) -> None:
+        pass
+
+
+class HttpStore(Store):
+    """A folder of an HTTP server, for followers."""
+
+    def __init__(self, uri: str, stream_options: Optional[Mapping[str, Any]]) -> None:
+        self._folder = folder_uri(uri)
+        options = stream_options or {}
+        self._options = {name: options.get(name) for name in ("certificate_handling", "http_options")}
+        self.name = shown_uri(self._folder)
+
+    def place_of(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
+        for left in reversed(range(_READS)):
+            try:
+                return self._read_pointer(known)
+            except StreamNotFoundError:
+                return None
+            except StreamError as error:
+                if error.status is None or error.status >= 400 or not left:
+                    raise
+        raise AssertionError
+
+    def _read_pointer(self, known: Optional[Read]) -> Optional[Read]:
+        cached: Any = _Known(known)
+        stream = CURLStreamFile(
+            self.place_of(POINTER_NAME), headers={"Cache-Control": "no-cache"}, cached=cached, **self._options
+        )
+        with contextlib.closing(stream):
+            if stream.is_known:
+                return known
+            content = stream.read()
+            tag = stream.response_headers.get("etag")
+        return known if known is not None and known.content == content else Read(content, tag)

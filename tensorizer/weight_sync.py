@@ -1,0 +1,953 @@
+"""New weights for live models: :class:`WeightPublisher` publishes them, :class:`WeightFollower` puts them in place.
+
+``docs/weight-sync.md`` says what lies in the store, what it costs, and what it cannot find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Optional, Union
+
+import torch
+
+from tensorizer import _C
+from tensorizer._format.names import listed
+from tensorizer._format.payloads import contiguous
+from tensorizer._io.access import Access, Trust
+from tensorizer._keys import check_encryption, signer_of
+from tensorizer._save.records import Record
+from tensorizer._save.session import HASH_NAMES, batches_to_copy, check_hashes, check_metadata, memory_of
+from tensorizer._sync import files
+from tensorizer._sync.files import Changes, FileToWrite, Written
+from tensorizer._sync.forms import Form, added, form_of_anchor, form_of_tensors, state_of, sums_of, tensors_of
+from tensorizer._sync.pointer import (
+    END_OF_VERSIONS,
+    KEYS,
+    Pointer,
+    Route,
+    anchor_name,
+    delta_name,
+    files_of,
+    read_pointer,
+    version_of,
+)
+from tensorizer._sync.stores import NotMetError, Read, open_store
+from tensorizer._sync.target import Target
+from tensorizer._system import checks
+from tensorizer._system.devices import empty, ordinary_tensors
+from tensorizer.encryption import DecryptionParams, EncryptionParams
+from tensorizer.errors import (
+    ConflictError,
+    CryptographyError,
+    FormatError,
+    StateMismatchError,
+    StreamNotFoundError,
+    VerificationError,
+    VersionNotFoundError,
+)
+from tensorizer.signing import PublicKeyArgument, SigningKey
+
+__all__ = ["Applied", "Published", "WeightFollower", "WeightPublisher"]
+
+logger = logging.getLogger("tensorizer.weight_sync")
+
+Location = Union[str, "os.PathLike[str]"]
+
+# How often a publisher that comes to a place where another one publishes begins again.
+_TAKEOVERS = 100
+
+# What is wrong with a file, so that another way is tried.
+_DAMAGE = (FormatError, VerificationError, CryptographyError, StreamNotFoundError)
+
+
+class Published(NamedTuple):
+    """What :meth:`WeightPublisher.publish` has written.
+
+    Attributes:
+        version: Its number.
+        kind: ``"anchor"`` if its tensors were written as a whole, otherwise ``"delta"``.
+        nbytes: Bytes of its files: of an anchor, those of the delta beside it, too.
+        changed: Elements that differ from those of the version before; all of them if there is none to compare with.
+        total: Elements of all tensors; tensors with several names count once.
+    """
+
+    version: int
+    kind: str
+    nbytes: int
+    changed: int
+    total: int
+
+
+class Applied(NamedTuple):
+    """What :meth:`WeightFollower.apply` has written.
+
+    Attributes:
+        version: What the target holds now; ``None`` if it is between two versions.
+        tensors: Tensors that were written; those with several names count once.
+        elements: Elements that were written.
+    """
+
+    version: Optional[int]
+    tensors: int
+    elements: int
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+class _Snapshot:
+    """The tensors of a version in host memory, and their sums."""
+
+    def __init__(self, form: Form, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.form = form
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, (dtype, shape) in form.tensors.items():
+            with ordinary_tensors():
+                copy = empty(shape, dtype=dtype, device="cpu")
+                copy.copy_(tensors[name])
+            self.tensors[name] = copy
+        self.sums = dict(zip(form.names, sums_of(list(self.tensors.values()))))
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, Optional[_C.Delta]]]:
+        """Becomes a copy of `tensors`: how many elements changed, and what of each tensor; ``None`` is all of it."""
+        changed, deltas = 0, {}
+        records = [Record((name,), *self.form.tensors[name], source=tensors[name]) for name in self.form.names]
+        for batch in batches_to_copy(records):
+            names = [str(record.path[0]) for record in batch]
+            now = [contiguous(record.source, on_device=False) for record in batch]
+            copies = [
+                (memory_of(self.tensors[name]), memory_of(tensor), tensor.element_size())
+                for name, tensor in zip(names, now)
+            ]
+            for name, (count, change, delta) in zip(names, _C.take_differences(copies)):
+                changed += count
+                self.sums[name] = added(self.sums[name], change)
+                if count:
+                    deltas[name] = delta
+        return changed, deltas
+
+    @property
+    def state(self) -> str:
+        return state_of(list(self.sums.values()))
+
+
+class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
+    """Publishes versions of a model's weights: whole ones now and then, and what changed in between.
+
+    One publisher writes to a place. In a folder, a lock keeps others out. In S3, a newer publisher takes over, and the
+    older one raises ``ConflictError`` at its next :meth:`publish`.
+
+    A publisher keeps a copy of the tensors in host memory, to which the next ones are compared. Do not change tensors
+    while :meth:`publish` runs.
+
+    Args:
+        location: A folder, a ``file://`` URI or an ``s3://`` prefix. A missing folder is made.
+        anchor_every: Every so many versions all tensors are written as a whole, for followers that join or are far
+            behind. The default keeps that below a thirtieth of the bytes if 1 % of the elements change.
+        keep: So many of these stay, and what was published since the oldest of them. 2 lets a follower take as long for
+            a download as `anchor_every` versions take.
+        encryption: Encrypts every file with this key.
+        signing_key: Signs every file.
+        stream_options: Keywords of :func:`tensorizer.stream_io.open_stream` for URIs.
+        hashes: As for :class:`TensorSerializer`; SHA-256 must be among them.
+        new_run: Begins a run of its own at a place that has one: followers that do not pin the old one go over to it.
+
+    Raises:
+        ValueError: A location of another kind, `hashes` without SHA-256, numbers below 1.
+        TypeError: An argument of another type.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from tensorizer.weight_sync import WeightFollower, WeightPublisher
+        >>> model, copy = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        >>> with tempfile.TemporaryDirectory() as folder, WeightPublisher(folder) as publisher:
+        ...     print(publisher.publish(model).kind)
+        ...     follower = WeightFollower(folder, copy)
+        ...     with torch.no_grad():
+        ...         _ = model.bias[3].fill_(1.0)
+        ...     print(publisher.publish(model, metadata={"step": "1"}).changed)
+        ...     print(follower.update(), follower.metadata)
+        anchor
+        1
+        Applied(version=1, tensors=1, elements=1) {'step': '1'}
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        *,
+        anchor_every: int = 50,
+        keep: int = 2,
+        encryption: Optional[EncryptionParams] = None,
+        signing_key: Optional[SigningKey] = None,
+        stream_options: Optional[Mapping[str, Any]] = None,
+        hashes: Union[str, Collection[str], None] = HASH_NAMES,
+        new_run: bool = False,
+    ) -> None:
+        self._anchor_every = checks.integer("anchor_every", anchor_every, 1)
+        self._keep = checks.integer("keep", keep, 1)
+        check_encryption(encryption)
+        self._encryption = encryption
+        self._signer = None if signing_key is None else signer_of(signing_key)
+        self._hashes = check_hashes(hashes, encrypted=encryption is not None)
+        if "sha256" not in self._hashes:
+            raise ValueError(f"hashes: expected 'sha256' among them, got {sorted(self._hashes)}")
+        self._new_run = bool(new_run)
+        self._store = open_store(location, stream_options, writes=True)
+        self._lock = threading.RLock()
+        self._conflict: Optional[ConflictError] = None
+        self._closed = False
+        self._read: Optional[Read] = None  # the pointer as it was seen last
+        self._pointer: Optional[Pointer] = None  # the same; None before the first look, and where there is none
+        self._run = self._own_run = secrets.token_hex(16)
+        self._leads = False  # the newest version is ours
+        self._sent: Optional[bytes] = None  # a pointer that may have been written, though its write failed
+        self._strays: list[str] = []  # files of ours that no pointer names
+        self._snapshot: Optional[_Snapshot] = None
+        self._since_anchor = 0
+
+    def close(self) -> None:
+        """Lets others publish, and frees the copy of the tensors. A second call does nothing."""
+        with self._lock:
+            self._closed, self._snapshot = True, None
+            self._store.unlock()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} can be neither copied nor pickled")
+
+    def publish(
+        self,
+        tensors: Union[torch.nn.Module, Mapping[str, torch.Tensor]],
+        version: Optional[int] = None,
+        *,
+        metadata: Optional[Mapping[str, str]] = None,
+    ) -> Published:
+        """Publishes a version. Followers can see it when this returns, and never a part of it.
+
+        If it raises, followers see the version before, and the next call writes all tensors as a whole. After a
+        ``ConflictError`` every later call raises it again.
+
+        Args:
+            tensors: A module (its state dict is meant), or a mapping from names to tensors on any device.
+            version: A number above that of the last version and below 10^12; ``None`` is the next one. The first is 0.
+            metadata: Texts that followers get with the version, by key.
+
+        Raises:
+            ConflictError: Another publisher writes here.
+            ValueError: The version is not above the last one; a key of `metadata` that the library uses itself; no
+                tensors, or one without data.
+            TypeError: Something else than tensors.
+            NotImplementedError: A tensor that files cannot hold, such as a sparse one.
+            OSError: The place cannot be read or written.
+        """
+        texts = check_metadata(metadata)
+        taken = sorted(KEYS.intersection(texts))
+        if taken:
+            raise ValueError(f"metadata: the library uses the key {taken[0]!r} itself")
+        if version is not None:
+            checks.integer("version", version, 0, END_OF_VERSIONS - 1)
+        given = tensors_of(tensors, "tensors")
+        form = form_of_tensors(given)
+        with self._lock:
+            if self._closed:
+                raise ValueError("the publisher is closed")
+            if self._conflict is not None:
+                raise ConflictError(str(self._conflict))
+            try:
+                return self._publish(given, form, version, texts)
+            except ConflictError as error:
+                self._conflict = error
+                raise
+            except Exception:
+                with contextlib.suppress(Exception):  # what came first says more
+                    self._look()
+                    self._delete_strays()
+                raise
+
+    def _publish(
+        self, given: Mapping[str, torch.Tensor], form: Form, version: Optional[int], texts: Mapping[str, str]
+    ) -> Published:
+        for _ in range(_TAKEOVERS):
+            self._look()
+            self._delete_strays()
+            last = -1 if self._pointer is None else self._pointer.version
+            number = last + 1 if version is None else version
+            if not last < number < END_OF_VERSIONS:
+                raise ValueError(f"version: expected one above {last} and below 10^12, got {number}")
+            try:
+                return self._publish_as(number, given, form, texts)
+            except NotMetError:
+                if self._leads:
+                    raise self._conflict_error() from None
+                self._strays.clear()  # whoever leads deletes what no pointer names
+        raise self._conflict_error()
+
+    def _publish_as(
+        self, number: int, given: Mapping[str, torch.Tensor], form: Form, texts: Mapping[str, str]
+    ) -> Published:
+        before, snapshot = self._pointer, self._snapshot
+        total = sum(map(form.numel, form.names))
+        changed, written = total, {}
+        has_delta = self._leads and snapshot is not None and snapshot.form == form
+        is_anchor = not has_delta or self._since_anchor + 1 >= self._anchor_every
+        common = {**texts, "weight_sync": "1", "run": self._run, "version": str(number)}
+        self._snapshot = None
+        if has_delta:
+            assert snapshot is not None
+            assert before is not None
+            changed, deltas = snapshot.take(given)
+            base = {"base": str(before.version), "base_state": before.states[before.version]}
+            sums = torch.tensor([_signed(value) for value in snapshot.sums.values()], dtype=torch.int64, device="cpu")
+            delta = files.delta_to_write(
+                number, form, deltas, snapshot.tensors, sums, {**common, "state": snapshot.state, **base}
+            )
+            written[delta.name] = self._write(delta)
+            del deltas, delta
+        else:
+            del snapshot
+            snapshot = _Snapshot(form, given)
+        if is_anchor:
+            anchor = files.anchor_to_write(number, form, snapshot.tensors, {**common, "state": snapshot.state})
+            written[anchor.name] = self._write(anchor)
+        pointer = self._next_pointer(number, is_anchor, written, snapshot.state)
+        self._check_lead()
+        content = self._sent = pointer.to_bytes()
+        self._read = self._store.write_pointer(content, self._read)
+        old = [] if before is None else before.files
+        self._sent, self._pointer = None, pointer
+        self._strays = [name for name in old if name not in pointer.nbytes]
+        if not self._leads:
+            self._leads = True
+            with contextlib.suppress(OSError):
+                found = sorted(self._store.names(), key=lambda name: (version_of(name) or 0, name))
+                self._strays = [name for name in found if name not in pointer.nbytes]
+        self._snapshot = snapshot
+        self._since_anchor = 0 if is_anchor else self._since_anchor + 1
+        try:
+            self._delete_strays()
+        except OSError as error:
+            logger.warning("%s: old files stay for now: %s", self._store.name, error)
+        nbytes = sum(one.nbytes for one in written.values())
+        return Published(number, "anchor" if is_anchor else "delta", nbytes, changed, total)
+
+    def _next_pointer(self, number: int, is_anchor: bool, written: Mapping[str, Written], state: str) -> Pointer:
+        old = self._pointer if self._pointer is not None and self._pointer.run == self._run else None
+        anchors = (() if old is None else old.anchors) + ((number,) if is_anchor else ())
+        anchors = anchors[-self._keep :]
+        deltas = (() if old is None else old.deltas) + ((number,) if delta_name(number) in written else ())
+        deltas = tuple(version for version in deltas if version > anchors[0])
+        nbytes, digests, states = {}, {}, {}
+        if old is not None:
+            nbytes, digests, states = dict(old.nbytes), dict(old.index_digest), dict(old.states)
+        nbytes.update({name: one.nbytes for name, one in written.items()})
+        digests.update({name: one.index_digest for name, one in written.items()})
+        states[number] = state
+        named, versions = files_of(anchors, deltas), sorted({*anchors, *deltas})
+        return Pointer(
+            self._run,
+            number,
+            anchors,
+            deltas,
+            {name: nbytes[name] for name in named},
+            {name: digests[name] for name in named},
+            {version: states[version] for version in versions},
+        )
+
+    # ---- who publishes ----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Reads the pointer.
+
+        Raises:
+            ConflictError: Another publisher has replaced ours, or holds the lock.
+        """
+        self._store.lock()
+        read = self._store.read_pointer(self._read)
+        if read is not self._read:
+            ours = (self._sent, self._read and self._read.content)
+            if self._leads and (read is None or read.content not in ours):
+                raise self._conflict_error()
+            self._leads = self._leads or (read is not None and read.content == self._sent)
+            self._pointer = None if read is None else read_pointer(self._store.name, read.content)
+            self._read = read
+        self._sent = None
+        if not self._leads:
+            keeps = self._pointer is not None and not self._new_run
+            self._run = self._pointer.run if keeps and self._pointer is not None else self._own_run
+
+    def _check_lead(self) -> None:
+        """Raises :class:`NotMetError` if the pointer is not the one that was seen last."""
+        read = self._store.read_pointer(self._read)
+        if (read and read.content) != (self._read and self._read.content):
+            raise NotMetError
+        self._read = read
+
+    def _conflict_error(self) -> ConflictError:
+        error = ConflictError(f"{self._store.name}: another publisher has taken over")
+        error.source = self._store.name
+        return error
+
+    # ---- files ------------------------------------------------------------------------------------------------------
+
+    def _write(self, file: FileToWrite) -> Written:
+        """Writes a file whose name nobody has taken, or a publisher that ended before a pointer named it."""
+        self._check_lead()
+        try:
+            return self._write_once(file)
+        except OSError as error:
+            if not self._store.refuses_existing(error):
+                raise
+            self._check_lead()
+            if self._leads:
+                raise self._conflict_error() from error
+        self._store.delete([file.name])
+        return self._write_once(file)
+
+    def _write_once(self, file: FileToWrite) -> Written:
+        self._strays.append(file.name)
+        try:
+            return files.write_file(file, self._store, self._hashes, self._encryption, self._signer)
+        except OSError as error:
+            if self._store.refuses_existing(error):
+                self._strays.remove(file.name)  # it is somebody else's
+            raise
+
+    def _delete_strays(self) -> None:
+        named = set() if self._pointer is None else set(self._pointer.files)
+        self._store.delete([name for name in self._strays if name not in named])
+        self._strays = []
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+class _At(NamedTuple):
+    """The version that a target held last as a whole."""
+
+    run: str
+    version: int
+    state: str
+
+
+@dataclasses.dataclass
+class _Staged:
+    """What was fetched."""
+
+    at: _At
+    form: Form
+    changes: Changes
+    sums: Mapping[str, int]
+    metadata: Mapping[str, str]
+    by_anchor: bool
+    compared: bool = False  # the target was found to be what the changes are for
+
+
+class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
+    """Keeps the tensors of a model at the newest version that a :class:`WeightPublisher` has published.
+
+    The constructor loads the newest version. Then :meth:`fetch` downloads and checks what is new without touching the
+    tensors, and :meth:`apply` writes it in place: every tensor keeps its ``data_ptr``, and all or nothing is written.
+
+    Several threads may use one follower; their calls wait for each other, except for :attr:`version`,
+    :attr:`metadata` and :attr:`changed`.
+
+    Args:
+        location: Where the publisher writes: a folder, a ``file://`` or ``s3://`` URI, or an ``http(s)://`` URL of it.
+        target: A module, a mapping of names to tensors, or ``None``: the follower then has a copy in host memory,
+            :attr:`tensors`.
+        version: The version to load; ``None`` is the newest.
+        strict: Raises if the target lacks names. ``False`` leaves these out.
+        stream_options: Keywords of :func:`tensorizer.stream_io.open_stream` for URIs.
+        encryption: The key of encrypted files.
+        public_key: Takes only files that one of these keys has signed.
+        run: Follows this run only, 32 hexadecimal digits. ``None`` goes over to a new run that replaces the old one.
+        timeout: Seconds to wait for the first version; ``None`` does not wait.
+
+    Attributes:
+        tensors: The tensors by name, without a `target` the follower's own copy.
+
+    Raises:
+        StreamNotFoundError: Nothing was published there.
+        VersionNotFoundError: `version` is not in the store; a ``LookupError``.
+        LoadError: The target lacks a name, or a tensor has another shape or dtype, or no data. No tensor was read.
+        FormatError, VerificationError, CryptographyError: The files are damaged. What `target` holds is undefined then.
+        ValueError: A location of another kind.
+        TypeError: An argument of another type.
+        OSError: The place cannot be read.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        target: Union[torch.nn.Module, Mapping[str, torch.Tensor], None],
+        *,
+        version: Optional[int] = None,
+        strict: bool = True,
+        stream_options: Optional[Mapping[str, Any]] = None,
+        encryption: Optional[DecryptionParams] = None,
+        public_key: PublicKeyArgument = None,
+        run: Optional[str] = None,
+        timeout: Optional[float] = None,
+    ) -> None:
+        if version is not None:
+            checks.integer("version", version, 0, END_OF_VERSIONS - 1)
+        self._pinned = None if run is None else checks.text("run", run)
+        patience = 0.0 if timeout is None else checks.seconds("timeout", timeout)
+        self._store = open_store(location, stream_options, writes=False)
+        self._access = Access.to_read(encryption, stream_options, trust=Trust.of(public_key, None))
+        self._target = Target(target, bool(strict))
+        self._lock = threading.RLock()
+        self._closed = False
+        self._read: Optional[Read] = None
+        self._pointer: Optional[Pointer] = None  # the newest that was accepted
+        self._highest: dict[str, int] = {}  # version that the target held, by run
+        self._at: Optional[_At] = None
+        self._form: Optional[Form] = None
+        self._sums: Mapping[str, int] = {}
+        self._staged: Optional[_Staged] = None
+        self._torn = False  # a write was begun
+        self._differs = False  # the target is not what its version says
+        self._metadata: Mapping[str, str] = {}
+        self._changed: tuple[str, ...] = ()
+        self._begin(self._first_pointer(patience), version)
+
+    # ---- what users ask ---------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> Optional[int]:
+        """The version that the target holds; ``None`` while it is between two, or found to hold something else."""
+        return None if self._at is None or self._torn or self._differs else self._at.version
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The texts that were published with the version; a copy."""
+        return dict(self._metadata)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """All names of the tensors that the last :meth:`apply` wrote; after the constructor all names."""
+        return self._changed
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The target's tensors by name; without a target, the copy in host memory. Names of one tensor give one."""
+        return dict(self._target.tensors)
+
+    def latest(self) -> int:
+        """The newest version that the store has: one small request.
+
+        Raises:
+            OSError: The place cannot be read.
+        """
+        with self._lock:
+            return self._look().version
+
+    def wait(self, timeout: float, poll: float = 1.0) -> bool:
+        """Waits until the store has another version than the target: a newer one, or one of a new run.
+
+        Args:
+            timeout: Seconds to wait at most.
+            poll: Seconds between two requests.
+
+        Returns:
+            Whether there is one.
+        """
+        deadline = time.monotonic() + checks.seconds("timeout", timeout)
+        interval = checks.seconds("poll", poll, above_zero=True)
+        while True:
+            with self._lock:
+                pointer = self._look()
+                at = self._at if self.version is not None else None
+            if at is None or pointer.run != at.run or pointer.version > at.version:
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(interval, left))
+
+    def fetch(self, version: Optional[int] = None) -> bool:
+        """Downloads and checks what leads to a version. The target is only read when it is applied.
+
+        Args:
+            version: The version; ``None`` is the newest. An older one than the target's is possible.
+
+        Returns:
+            Whether something is ready to be applied: this, or what an earlier call has fetched.
+
+        Raises:
+            VersionNotFoundError: The store has no such version, or no longer; a ``LookupError``.
+            LoadError: The tensors of the store have other names, shapes or dtypes by now.
+            FormatError, VerificationError, CryptographyError: A file is damaged, and no other way leads to the version.
+            OSError: The place cannot be read.
+        """
+        if version is not None:
+            checks.integer("version", version, 0, END_OF_VERSIONS - 1)
+        with self._lock:
+            pointer = self._look()
+            goal = pointer.version if version is None else version
+            if self.version == goal and self._at is not None and self._at.run == pointer.run:
+                if version is not None:
+                    self._staged = None
+                return self._staged is not None
+            staged = self._staged
+            if staged is not None and (staged.at.run, staged.at.version) == (pointer.run, goal):
+                return True
+            self._staged = self._follow(pointer, version)
+            return True
+
+    def apply(self) -> Applied:
+        """Writes what was fetched over the target, in place. Before the first write it compares what it changes.
+
+        If it is interrupted (by Ctrl-C, for example), :attr:`version` is ``None``, and the next call completes it.
+        Autograd does not notice the writes: graphs that were recorded before must not be used after.
+
+        Returns:
+            What was written. If nothing was fetched, nothing.
+
+        Raises:
+            StateMismatchError: Something else has changed tensors of the target; the message names them. Nothing was
+                written, :attr:`version` is ``None``, and the next :meth:`update` repairs the target by whole tensors.
+        """
+        with self._lock:
+            self._check_open()
+            staged = self._staged
+            if staged is None:
+                self._changed = ()
+                return Applied(self.version, 0, 0)
+            self._compare(staged)
+            self._torn = True
+            self._target.take_form(staged.form, self._store.name)
+            self._target.write(staged.changes)
+            return self._hold(staged)
+
+    def update(self) -> Applied:
+        """:meth:`fetch`, then :meth:`apply`."""
+        with self._lock:
+            self.fetch()
+            return self.apply()
+
+    def verify(self) -> bool:
+        """Reads the whole target and compares it with the version that it should hold.
+
+        Returns:
+            ``True``.
+
+        Raises:
+            StateMismatchError: Tensors differ; the message names them. The next :meth:`update` repairs them.
+        """
+        with self._lock:
+            self._check_open()
+            if self.version is None:
+                raise StateMismatchError(f"{self._store.name}: the target is between two versions: call update()")
+            wrong = list(dict.fromkeys(name for name, value in self._target.sums() if value != self._sums[name]))
+            if wrong:
+                raise self._mismatch(wrong, self._at)
+            return True
+
+    def close(self) -> None:
+        """Frees what was fetched and not applied. The target stays as it is. A second call does nothing."""
+        with self._lock:
+            self._closed, self._staged = True, None
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} can be neither copied nor pickled")
+
+    # ---- the pointer ------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the follower is closed")
+
+    def _first_pointer(self, patience: float) -> Pointer:
+        deadline = time.monotonic() + patience
+        while True:
+            with contextlib.suppress(StreamNotFoundError):
+                return self._look()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(0.2, left))
+        what = "version" if self._pinned is None else f"version of run {self._pinned}"
+        error = StreamNotFoundError(f"{self._store.name}: no {what} was published there")
+        error.source = self._store.name
+        raise error
+
+    def _look(self) -> Pointer:
+        """The newest pointer that counts.
+
+        Raises:
+            StreamNotFoundError: There is none.
+        """
+        self._check_open()
+        read = self._store.read_pointer(self._read)
+        if read is not None and read is not self._read:
+            pointer = read_pointer(self._store.name, read.content)
+            self._read = read
+            if self._accepts(pointer):
+                self._pointer = pointer
+        if self._pointer is None or read is None:
+            error = StreamNotFoundError(f"{self._store.name}: no version is there")
+            error.source = self._store.name
+            raise error
+        return self._pointer
+
+    def _accepts(self, pointer: Pointer) -> bool:
+        name, highest = self._store.name, self._highest.get(pointer.run, -1)
+        if self._pinned is not None and pointer.run != self._pinned:
+            logger.warning("%s: ignored: expected run %s, got run %s", name, self._pinned, pointer.run)
+            return False
+        if pointer.version < highest:
+            logger.warning(
+                "%s: ignored: version %d of run %s is older than %d, which this follower had",
+                name, pointer.version, pointer.run, highest,
+            )  # fmt: skip
+            return False
+        if self._at is not None and pointer.run != self._at.run:
+            logger.warning("%s: run %s is replaced by run %s", name, self._at.run, pointer.run)
+        return True
+
+    # ---- fetching ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, pointer: Pointer, version: Optional[int]) -> _Staged:
+        """What leads to a version, from a pointer or, if files are deleted meanwhile, from a newer one."""
+        while True:
+            try:
+                return self._fetched(pointer, pointer.version if version is None else version)
+            except StreamNotFoundError:
+                newer = self._look()
+                if newer is pointer:
+                    raise
+                pointer = newer
+
+    def _fetched(self, pointer: Pointer, goal: int) -> _Staged:
+        self._check_has(pointer, goal)
+        failure: Optional[Exception] = None
+        for route in pointer.routes(goal, self._start_in(pointer)):
+            try:
+                return self._by(route, pointer, goal)
+            except StreamNotFoundError as error:
+                if self._look() is not pointer:
+                    raise
+                failure = failure or error
+            except _DAMAGE as error:
+                failure = failure or error
+            logger.warning("%s: version %d: this way is closed: %s", self._store.name, goal, failure)
+        raise failure or self._no_version(goal)
+
+    def _check_has(self, pointer: Pointer, goal: int) -> None:
+        if goal not in pointer.states:
+            raise self._no_version(goal)
+
+    def _no_version(self, goal: int) -> VersionNotFoundError:
+        error = VersionNotFoundError(f"{self._store.name}: there is no version {goal}")
+        error.source = self._store.name
+        return error
+
+    def _start_in(self, pointer: Pointer) -> Optional[int]:
+        """The version from which deltas of a pointer lead on; ``None`` where none do."""
+        at = self._at
+        if at is None or self._differs or at.run != pointer.run or pointer.states.get(at.version) != at.state:
+            return None
+        if self._torn and (self._staged is None or self._staged.by_anchor):
+            return None
+        return at.version
+
+    def _by(self, route: Route, pointer: Pointer, goal: int) -> _Staged:
+        at = _At(pointer.run, goal, pointer.states[goal])
+        if route.anchor is None:
+            assert self._form is not None
+            assert self._at is not None
+            form, base, whole, metadata = self._form, self._at.version, None, self._metadata
+        else:
+            base = route.anchor
+            with files.checked_file(anchor_name(base), base, pointer, self._store, self._access) as file:
+                form = form_of_anchor(file)
+                self._target.check_form(form, file.source_name)
+                numbers = {str(name): i for i, name in enumerate(file.names)}
+                tensors = file.read([numbers[name] for name in form.names], verify=True)
+                whole, metadata = dict(zip(form.names, tensors)), files.user_metadata(file)
+        deltas = self._deltas(route, base, form, pointer)
+        changes = files.merged(deltas, form, whole)
+        if deltas:
+            sums, metadata = dict(zip(form.names, deltas[-1].sums)), deltas[-1].metadata
+        else:
+            assert whole is not None
+            sums = dict(zip(form.names, sums_of([whole[name] for name in form.names])))
+            if state_of(list(sums.values())) != at.state:
+                raise FormatError(f"{self._store.name}: {anchor_name(base)}: its tensors are not those of its state")
+        return _Staged(at, form, changes, sums, metadata, route.anchor is not None, compared=self._torn)
+
+    def _deltas(self, route: Route, base: int, form: Form, pointer: Pointer) -> list[files.ReadDelta]:
+        deltas = []
+        for version in route.deltas:
+            deltas.append(files.read_delta(version, base, form, pointer, self._store, self._access))
+            base = version
+        return deltas
+
+    # ---- the target -------------------------------------------------------------------------------------------------
+
+    def _begin(self, pointer: Pointer, version: Optional[int]) -> None:
+        """Brings the target to a version, from what it holds if that is one."""
+        while True:
+            try:
+                if version is not None:
+                    self._check_has(pointer, version)
+                if self._resumes(pointer):
+                    goal = pointer.version if version is None else version
+                    if self._at is not None and goal != self._at.version:
+                        self._staged = self._follow(pointer, version)
+                        self.apply()
+                else:
+                    self._load(pointer, version)
+                break
+            except StreamNotFoundError:
+                newer = self._look()
+                if newer is pointer:
+                    raise
+                pointer = newer
+        self._changed = self._target.names_of(self._target.firsts)
+
+    def _resumes(self, pointer: Pointer) -> bool:
+        """Whether the target holds a version that the pointer names."""
+        if self._target.owns:
+            return False
+        for anchor in reversed(pointer.anchors):
+            try:
+                form, _ = files.read_anchor_form(anchor, pointer, self._store, self._access)
+                break
+            except _DAMAGE as error:
+                if isinstance(error, StreamNotFoundError) and self._look() is not pointer:
+                    raise
+        else:
+            return False
+        self._target.take_form(form, self._store.name)
+        if not self._target.is_whole or not set(form.ties) <= self._target.tensors.keys():
+            return False
+        found = self._target.sums()
+        sums = dict(found)
+        if any(sums[name] != value for name, value in found):  # ties that differ
+            return False
+        state = state_of([sums[name] for name in form.names])
+        version = max((v for v, known in pointer.states.items() if known == state), default=None)
+        if version is None:
+            return False
+        self._form, self._sums = form, sums
+        self._note(_At(pointer.run, version, state), self._metadata_of(version, pointer))
+        return True
+
+    def _metadata_of(self, version: int, pointer: Pointer) -> Mapping[str, str]:
+        name = delta_name(version) if version in pointer.deltas else anchor_name(version)
+        try:
+            with files.checked_file(name, version, pointer, self._store, self._access) as file:
+                return files.user_metadata(file)
+        except _DAMAGE:
+            return {}
+
+    def _load(self, pointer: Pointer, version: Optional[int]) -> None:
+        """Reads a version straight into the target: an anchor, then deltas. ``None`` is the newest that is sound."""
+        goals = sorted(pointer.states, reverse=True) if version is None else [version]
+        failure: Optional[Exception] = None
+        for goal in goals:
+            for route in pointer.routes(goal, None):
+                try:
+                    self._load_by(route, pointer, goal)
+                    return
+                except StreamNotFoundError as error:
+                    if self._look() is not pointer:
+                        raise
+                    failure = failure or error
+                except _DAMAGE as error:
+                    failure = failure or error
+                logger.warning("%s: version %d: this way is closed: %s", self._store.name, goal, failure)
+        raise failure or self._no_version(goals[0])
+
+    def _load_by(self, route: Route, pointer: Pointer, goal: int) -> None:
+        base = route.anchor
+        assert base is not None
+        with files.checked_file(anchor_name(base), base, pointer, self._store, self._access) as file:
+            form = form_of_anchor(file)
+            metadata: Mapping[str, str] = files.user_metadata(file)
+            self._target.take_form(form, file.source_name)
+            self._target.fill(file)
+        found = self._target.sums()
+        sums = dict(found)
+        at = _At(pointer.run, base, pointer.states[base])
+        expected = sums
+        if not self._target.is_whole or state_of([sums[name] for name in form.names]) != at.state:
+            expected = self._sums_beside(base, form, pointer) or ({} if self._target.is_whole else sums)
+        wrong = list(dict.fromkeys(name for name, value in found if value != expected.get(name)))
+        if wrong:
+            raise self._mismatch(wrong, at)
+        self._form, self._sums = form, expected
+        deltas = self._deltas(route, base, form, pointer)
+        if deltas:
+            at = _At(pointer.run, goal, pointer.states[goal])
+            changes = files.merged(deltas, form)
+            self._staged = _Staged(
+                at, form, changes, dict(zip(form.names, deltas[-1].sums)), deltas[-1].metadata, by_anchor=True
+            )
+            self._compare(self._staged)
+            self._target.write(changes)
+            self._sums, metadata, self._staged = self._staged.sums, deltas[-1].metadata, None
+        self._note(at, metadata)
+
+    def _sums_beside(self, base: int, form: Form, pointer: Pointer) -> Optional[dict[str, int]]:
+        """The sums of an anchor's version, of the delta beside it."""
+        if base not in pointer.deltas:
+            return None
+        with files.checked_file(delta_name(base), base, pointer, self._store, self._access) as file:
+            numbers = {name: i for i, name in enumerate(file.names)}
+            (sums,) = file.read([numbers["sums"]], verify=True)
+        return dict(zip(form.names, (value & (1 << 64) - 1 for value in sums.tolist())))
+
+    def _compare(self, staged: _Staged) -> None:
+        """Raises :class:`StateMismatchError` if the target is not what the changes are for."""
+        if not staged.compared and (not staged.by_anchor or staged.changes.pairs):
+            wrong = self._target.differing(staged.changes, self._sums, staged.sums)
+            if wrong:
+                raise self._mismatch(wrong, staged.at)
+        staged.compared = True
+
+    def _mismatch(self, names: Sequence[str], at: Optional[_At]) -> StateMismatchError:
+        self._differs, self._staged = True, None
+        version = "its version" if at is None else f"version {at.version}"
+        error = StateMismatchError(
+            f"{self._store.name}: {version}: tensors are not what was published, or were changed: {listed(list(names))}"
+        )
+        error.source = self._store.name
+        return error
+
+    def _hold(self, staged: _Staged) -> Applied:
+        """Notes that the target holds what was staged."""
+        here = set(self._target.firsts)
+        changes = staged.changes
+        names = [
+            name for name in staged.form.names if name in here and (name in changes.pairs or name in changes.whole)
+        ]
+        elements = sum(changes.pairs[n].delta.changed if n in changes.pairs else staged.form.numel(n) for n in names)
+        self._form, self._sums, self._staged = staged.form, staged.sums, None
+        self._changed = self._target.names_of(names)
+        self._note(staged.at, staged.metadata)
+        return Applied(staged.at.version, len(names), elements)
+
+    def _note(self, at: _At, metadata: Mapping[str, str]) -> None:
+        self._at, self._metadata = at, metadata
+        self._torn = self._differs = False
+        self._highest[at.run] = max(at.version, self._highest.get(at.run, -1))
