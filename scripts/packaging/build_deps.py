@@ -23,8 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zig
-from sources import Library, read_libraries, sha256_of, unpack
+from sources import Library, read_libraries, unpack
 
+TREES = Path(__file__).resolve().parents[2] / "build" / "libraries"  # where sources are unpacked
 # Exists on no machine: the static OpenSSL must not read the host's openssl.cnf, certificates or modules.
 NOWHERE = "/nonexistent/tensorizer"
 FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-fstack-protector-strong"]
@@ -143,7 +144,6 @@ def build_libsodium(builder: Builder) -> None:
     # CFLAGS also reach the assembler files; a stack protector of its own would be a second one.
     flags = [flag for flag in builder.flags if flag != "-fstack-protector-strong"]
     options = ["--disable-shared", "--enable-static", "--with-pic", "--disable-debug", "--disable-dependency-tracking"]
-    builder.run("autoreconf", "--force", "--install")  # the archive is the tagged tree, which has no configure
     builder.run("./configure", f"--prefix={builder.prefix}", *options, CFLAGS=" ".join(flags))
     builder.make()
     if builder.check:
@@ -183,7 +183,7 @@ def key_of(library: Library, compiler: str, done: dict[str, str]) -> str:
     """What a library is built from: its sources, its recipe, the compiler and the libraries that it needs."""
     constants = [OPENSSL_WITHOUT] if library.name == "openssl" else []
     constants += [CURL_ON, CURL_OFF, CURL_DISABLED] if library.name == "curl" else []
-    parts = [library.sha256, *(sha256_of(patch) for patch in library.patches), compiler, *FLAGS, *constants]
+    parts = [library.sha256, library.debian.get("sha256", ""), compiler, *FLAGS, *constants]
     parts += [inspect.getsource(RECIPES[library.name]), *(done.get(name, "") for name in NEEDS.get(library.name, ()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -203,7 +203,7 @@ def build_all(prefix: Path, cache: Path, jobs: int, check: bool) -> None:
         log = cache / "logs" / f"{library.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
-        tree = unpack(library, cache / "sources", cache / "trees" / library.name)
+        tree = unpack(library, cache / "sources", TREES / library.name)
         RECIPES[library.name](Builder(prefix, tree, log, jobs, check))
         shutil.copy2(tree / library.licence_file, prefix / "licences" / f"{library.name}.txt")
         shutil.rmtree(tree.parent)
@@ -215,7 +215,7 @@ def build_all(prefix: Path, cache: Path, jobs: int, check: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=Path, required=True, help="where headers and archives go")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="downloads, logs, build trees")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="downloads, logs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--check", action="store_true", help="run the libraries' own quick tests too")
     options = parser.parse_args()

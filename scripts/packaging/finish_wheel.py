@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from check_wheel import wrong_wheel
-from sources import Library, read_libraries
+from sources import DEBIAN, Library, address_of, read_libraries
 
 LICENCES = Path(__file__).with_name("licences") / "headers"
 
@@ -36,15 +36,16 @@ def component(name: str, version: str, licence: str) -> dict[str, Any]:
 
 
 def locked_component(library: Library) -> dict[str, Any]:
-    """A library of the lock file, with where its sources come from and which of our patches it has."""
+    """A library of the lock file, with where its sources come from, and Debian's patches where it has them."""
     source = {"type": "source-distribution", "url": library.urls[0]}
     source |= {"hashes": [{"alg": "SHA-256", "content": library.sha256}]}
-    patches = [{"type": "backport", "diff": {"url": f"patches/{library.name}/{path.name}"}} for path in library.patches]
+    patches = [address_of(library.debian["url"], DEBIAN)] if library.debian else []
+    pedigree = {"patches": [{"type": "backport", "diff": {"url": url}} for url in patches]}
     return {
         **component(library.name, library.version, library.licence),
         "purl": f"pkg:generic/{library.name}@{library.version}",
         "externalReferences": [{"type": "website", "url": library.homepage}, source],
-        **({"pedigree": {"patches": patches}} if patches else {}),
+        **({"pedigree": pedigree} if patches else {}),
     }
 
 

@@ -41,14 +41,9 @@ def scripts(monkeypatch):
 
 @pytest.fixture
 def library(scripts):
-    """Makes an entry of the lock file for an archive at the given addresses."""
+    """Makes an entry of the lock file."""
     (entry, *_) = scripts("sources").read_libraries()
-
-    def make(content: bytes, *urls: str):
-        digest = hashlib.sha256(content).hexdigest()
-        return dataclasses.replace(entry, name="made", version="1.2.3", sha256=digest, urls=urls)
-
-    return make
+    return lambda **fields: dataclasses.replace(entry, name="made", version="1.2.3", debian={}, **fields)
 
 
 def test_every_library_has_a_hash_a_recipe_and_an_address_of_its_own_project_before_any_copy(scripts):
@@ -58,9 +53,10 @@ def test_every_library_has_a_hash_a_recipe_and_an_address_of_its_own_project_bef
         assert re.fullmatch(r"[0-9a-f]{64}", library.sha256), library.name
         assert library.urls[0].startswith("https://"), library.name
         assert library.version in library.urls[0], library.name
-    for folder in (SCRIPTS / "patches").iterdir():
-        assert folder.name in recipes.RECIPES
-        assert list(folder.glob("*.patch")), folder
+        if library.debian:
+            assert re.fullmatch(r"debian:pool/.+\.debian\.tar\.xz", library.debian["url"]), library.name
+            assert f"_{library.version}-" in library.debian["url"], library.name
+            assert re.fullmatch(r"[0-9a-f]{64}", library.debian["sha256"]), library.name
 
 
 def test_every_tool_is_proved_by_its_hash():
@@ -70,35 +66,29 @@ def test_every_tool_is_proved_by_its_hash():
     assert [line for line in lines if not re.search(r"--hash=sha256:[0-9a-f]{64}", line)] == []
 
 
-def test_copies_of_debian_are_below_the_mirror_that_is_named_and_a_missing_mirror_hides_no_other_address(
-    scripts, library, tmp_path, monkeypatch
-):
+def test_copies_of_debian_are_below_the_mirror_that_is_named(scripts, tmp_path, monkeypatch):
     sources = scripts("sources")
     monkeypatch.setenv("DEBIAN_MIRROR", "https://mirror.invalid/debian/")
     assert sources.debian_mirror() == "https://mirror.invalid/debian"
+    assert sources.address_of("https://curl.se/curl.tar.gz", "https://mirror.invalid") == "https://curl.se/curl.tar.gz"
     (tmp_path / "there").write_bytes(b"content")
-
-    def no_mirror():
-        raise LookupError("no mirror")
-
-    monkeypatch.setattr(sources, "debian_mirror", no_mirror)
-    address = (tmp_path / "there").as_uri()
-    assert sources.fetch(library(b"content", "debian:pool/a", address), tmp_path / "cache").read_bytes() == b"content"
-    with pytest.raises(SystemExit, match=r"debian:pool/a: no mirror$"):
-        sources.fetch(library(b"other", "debian:pool/a"), tmp_path / "cache")
+    monkeypatch.setattr(sources, "debian_mirror", tmp_path.as_uri)
+    digest = hashlib.sha256(b"content").hexdigest()
+    urls = ["debian:absent", "debian:there"]
+    assert sources.fetch(tmp_path / "cache" / "file", digest, urls).read_bytes() == b"content"
 
 
-def test_a_file_that_differs_from_the_lock_ends_the_build(scripts, library, tmp_path):
-    fetch = scripts("sources").fetch
+def test_a_file_that_differs_from_the_lock_ends_the_build(scripts, tmp_path):
+    fetch, path = scripts("sources").fetch, tmp_path / "cache" / "made-1.2.3.tar.gz"
     (tmp_path / "source").write_bytes(b"right")
     url = (tmp_path / "source").as_uri()
-    right, wrong = library(b"right", f"{url}.absent", url), library(b"wrong", url)
-    assert fetch(right, tmp_path / "cache").read_bytes() == b"right"
-    with pytest.raises(SystemExit, match=f"made-1.2.3.tar.gz: expected SHA-256 {wrong.sha256}, got"):
-        fetch(wrong, tmp_path / "cache")
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["made-1.2.3.tar.gz"]
-    (tmp_path / "cache" / "made-1.2.3.tar.gz").write_bytes(b"damaged later")
-    assert fetch(right, tmp_path / "cache").read_bytes() == b"right"
+    right, wrong = (hashlib.sha256(content).hexdigest() for content in (b"right", b"wrong"))
+    assert fetch(path, right, [f"{url}.absent", url]).read_bytes() == b"right"
+    with pytest.raises(SystemExit, match=f"made-1.2.3.tar.gz: expected SHA-256 {wrong}, got"):
+        fetch(path, wrong, [url])
+    assert sorted(path.parent.iterdir()) == [path]
+    path.write_bytes(b"damaged later")
+    assert fetch(path, right, [f"{url}.absent", url]).read_bytes() == b"right"
 
 
 def test_the_latest_release_of_a_library_is_its_highest_tag_of_the_series(scripts, library, tmp_path):
@@ -110,32 +100,50 @@ def test_the_latest_release_of_a_library_is_its_highest_tag_of_the_series(script
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "all"], check=True)
     for tag in ("made-1_2_3", "made-1_2_10", "made-1_3_0-rc1", "made-2_0_0", "other-1_9_9"):
         subprocess.run([*git, "tag", tag], check=True)
-    made = dataclasses.replace(library(b""), repository=str(repository), tags="made-1_")
+    made = library(repository=str(repository), tags="made-1_")
     assert scripts("sources").latest_release(made) == "1.2.10"
 
 
+def write_archive(path: Path, files: dict[str, str]) -> tuple[str, str]:
+    """The address of a new archive, and its SHA-256."""
+    with tarfile.open(path, "w:xz") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return path.as_uri(), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 @pytest.mark.skipif(shutil.which("patch") is None, reason="no patch")
-def test_patches_are_applied_in_order_and_one_that_does_not_fit_ends_the_build(scripts, library, tmp_path, monkeypatch):
-    sources = scripts("sources")
-    (tmp_path / "made-1.2.3").mkdir()
-    (tmp_path / "made-1.2.3" / "text").write_text("one\n")
-    with tarfile.open(tmp_path / "archive", "w:gz") as archive:
-        archive.add(tmp_path / "made-1.2.3", "made-1.2.3")
-    made = library((tmp_path / "archive").read_bytes(), (tmp_path / "archive").as_uri())
-    monkeypatch.setattr(sources, "PATCHES", tmp_path / "patches")
-    (tmp_path / "patches" / "made").mkdir(parents=True)
-    for name, (before, after) in {"01": ("one", "two"), "02": ("two", "three")}.items():
-        text = f"--- a/text\n+++ b/text\n@@ -1 +1 @@\n-{before}\n+{after}\n"
-        (tmp_path / "patches" / "made" / f"{name}.patch").write_text(text)
-    assert (sources.unpack(made, tmp_path / "cache", tmp_path / "tree") / "text").read_text() == "three\n"
-    (tmp_path / "patches" / "made" / "01.patch").unlink()
-    with pytest.raises(subprocess.CalledProcessError):
-        sources.unpack(made, tmp_path / "cache", tmp_path / "tree")
-
-
-def test_a_library_is_built_again_when_its_sources_its_patches_its_recipe_or_its_compiler_change(
-    scripts, tmp_path, monkeypatch
+def test_the_series_of_debian_is_applied_in_its_order_and_a_patch_that_does_not_fit_ends_the_build(
+    scripts, library, tmp_path, capfd
 ):
+    sources = scripts("sources")
+    url, digest = write_archive(tmp_path / "archive", {"made-1.2.3/text": "one\n"})
+    made = library(urls=(url,), sha256=digest)
+    assert (sources.unpack(made, tmp_path / "cache", tmp_path / "tree") / "text").read_text() == "one\n"
+    patches = {
+        f"debian/patches/{name}": f"--- a/text\n+++ b/text\n@@ -1 +1 @@\n-{before}\n+{after}\n"
+        for name, before, after in (("z.patch", "one", "two"), ("a.patch", "two", "three"), ("c.patch", "nine", "ten"))
+    }
+    cases = {
+        "# one\nz.patch\n\na.patch -p1 # two\n": "three\n",
+        "a.patch\nz.patch\n": "the patch a.patch does not fit",
+        "z.patch\nc.patch\n": "the patch c.patch does not fit",
+        None: "no debian/patches/series",
+    }
+    for number, (series, wanted) in enumerate(cases.items()):
+        files = patches if series is None else {**patches, "debian/patches/series": series}
+        url, digest = write_archive(tmp_path / f"made_1.2.3-{number}.debian.tar.xz", files)
+        patched = dataclasses.replace(made, debian={"url": url, "sha256": digest})
+        if wanted.endswith("\n"):
+            assert (sources.unpack(patched, tmp_path / "cache", tmp_path / "tree") / "text").read_text() == wanted
+        else:
+            with pytest.raises(SystemExit, match=wanted):
+                sources.unpack(patched, tmp_path / "cache", tmp_path / "tree")
+
+
+def test_a_library_is_built_again_when_its_sources_its_patches_its_recipe_or_its_compiler_change(scripts):
     sources, deps = scripts("sources"), scripts("build_deps")
     libraries = {library.name: library for library in sources.read_libraries()}
     keys = {name: deps.key_of(library, "one", {}) for name, library in libraries.items()}
@@ -143,9 +151,12 @@ def test_a_library_is_built_again_when_its_sources_its_patches_its_recipe_or_its
     assert deps.key_of(libraries["hiredis"], "other", {}) != keys["hiredis"]
     assert deps.key_of(libraries["curl"], "one", {"openssl": "built anew"}) != keys["curl"]
     assert deps.key_of(libraries["hiredis"], "one", {"openssl": "built anew"}) == keys["hiredis"]
-    monkeypatch.setattr(sources, "PATCHES", tmp_path)
-    assert deps.key_of(libraries["curl"], "one", {}) != keys["curl"]
-    assert deps.key_of(libraries["hiredis"], "one", {}) == keys["hiredis"]
+    for changed in ({"sha256": "0"}, {"debian": {"url": "debian:a", "sha256": "0"}}):
+        assert deps.key_of(dataclasses.replace(libraries["curl"], **changed), "one", {}) != keys["curl"]
+
+
+def test_the_repository_holds_no_patches():
+    assert [path for path in ROOT.glob("scripts/**/*") if path.suffix in (".patch", ".diff")] == []
 
 
 # -- the check of wheels -----------------------------------------------------------------------------------------------
@@ -231,7 +242,7 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
     assert re.fullmatch(r"\d+\.\d+\.\w+", versions["pybind11"])
     assert re.fullmatch(r"\d+\.\d+", versions["dlpack"])
     patched = {component["name"] for component in listed["components"] if "pedigree" in component}
-    assert patched == {folder.name for folder in (SCRIPTS / "patches").iterdir()}
+    assert patched == {library.name for library in scripts("sources").read_libraries() if library.debian}
     assert "debian:" not in json.dumps(listed)
     licences = {name.rpartition("/")[2] for name in content if "/licenses/" in name}
     assert licences == {f"{name}.txt" for name in versions}
