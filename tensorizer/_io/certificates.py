@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import ssl
 from typing import Any, Optional
 
 from tensorizer._system.config import env_text
@@ -135,6 +134,8 @@ def system_trust(secure: bool = True) -> TrustAnchors:
     global _found
     if _found is not None:
         return _found
+    import ssl  # a Python that cannot load its OpenSSL still reads files, and https with certificates that are named
+
     named = ssl.get_default_verify_paths()
     if named.cafile or named.capath:
         _found = TrustAnchors(named.cafile or "", named.capath or "")
