@@ -165,7 +165,7 @@ void shut_down() noexcept {
     for (CudaCopyEngine* engine : live.engines) engine->cancel();
     for (CudaCopyEngine* engine : live.engines) engine->wait_for_copiers(kShutDownPatience);
   }
-  Device::stop_idle_threads();
+  Device::stop_idle_waits();
 }
 
 }  // namespace tensorizer::device::cuda

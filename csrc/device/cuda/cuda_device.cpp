@@ -97,46 +97,49 @@ void Device::end_use(PinnedBuffers* buffers) noexcept {
 }
 
 void Device::start_idle_wait() {
-  if (idle_thread_runs_ || process_ends_) return;
+  if (waits_until_idle_ || process_ends_) return;
   try {
-    idle_thread_ = std::jthread([this](const std::stop_token& stop) { wait_until_idle(stop); });
-    idle_thread_runs_ = true;
+    idle_wait_ = ProcessPool::instance().start([this] { wait_until_idle(); });
+    waits_until_idle_ = true;
   } catch (const std::system_error&) {
     free_pinned();  // no thread to be had: give the memory back now
   }
 }
 
-void Device::wait_until_idle(const std::stop_token& stop) {
+void Device::wait_until_idle() {
   MutexLock lock(mutex_);
-  while (pinned_ && !stop.stop_requested()) {
+  const auto is_over = [&]() REQUIRES_LOCK(mutex_) { return !pinned_ || process_ends_; };
+  while (!is_over()) {
     const uint64_t seen = uses_;
     const auto deadline = std::chrono::steady_clock::now() + pinned_->wanted().keep_idle;
     const bool used_again = changed_.wait_until(
-        mutex_, stop, deadline, [&]() REQUIRES_LOCK(mutex_) { return !pinned_ || uses_ != seen; });
-    if (stop.stop_requested() || !pinned_) break;
+        mutex_, {}, deadline, [&]() REQUIRES_LOCK(mutex_) { return is_over() || uses_ != seen; });
+    if (is_over()) break;
     if (!used_again && users_ == 0) {
       free_pinned();
       break;
     }
-    changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return !pinned_ || users_ == 0; });
+    changed_.wait(mutex_, {}, [&]() REQUIRES_LOCK(mutex_) { return is_over() || users_ == 0; });
   }
-  idle_thread_runs_ = false;
+  waits_until_idle_ = false;
 }
 
-void Device::stop_idle_thread() noexcept {
-  std::jthread thread;
+void Device::stop_idle_wait() noexcept {
+  ProcessJob job;
   {
     MutexLock lock(mutex_);
     process_ends_ = true;
-    thread = std::move(idle_thread_);
+    job = idle_wait_;
   }
+  changed_.notify_all();
+  job.join();
 }
 
-void Device::stop_idle_threads() noexcept {
+void Device::stop_idle_waits() noexcept {
   if (!driver_is_in_use()) return;
   Registry& known = registry();
   MutexLock lock(known.mutex);
-  for (const auto& device : known.devices) device->stop_idle_thread();
+  for (const auto& device : known.devices) device->stop_idle_wait();
 }
 
 bool Device::release_all() {

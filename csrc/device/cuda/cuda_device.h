@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "core/process_pool.h"
 #include "core/sync.h"
 #include "device/cuda/context_guard.h"
 #include "device/cuda/driver.h"
@@ -60,8 +60,8 @@ class Device {
 
   SelfTestRecord& kernels_tested() noexcept { return kernels_tested_; }
 
-  // No thread of ours waits for idle memory after this. For the end of the process.
-  static void stop_idle_threads() noexcept;
+  // No job waits for idle memory after this. For the end of the process.
+  static void stop_idle_waits() noexcept;
 
  private:
   Device(const Driver& driver, Ordinal ordinal) : driver_(driver), ordinal_(ordinal) {}
@@ -70,8 +70,8 @@ class Device {
   void free_pinned() REQUIRES_LOCK(mutex_);
   void end_use(PinnedBuffers* buffers) noexcept;
   void start_idle_wait() REQUIRES_LOCK(mutex_);
-  void wait_until_idle(const std::stop_token& stop);
-  void stop_idle_thread() noexcept;
+  void wait_until_idle();
+  void stop_idle_wait() noexcept;
 
   const Driver& driver_;
   const Ordinal ordinal_;
@@ -85,9 +85,9 @@ class Device {
   bool release_wanted_ GUARDED_BY(mutex_) = false;
   uint64_t uses_ GUARDED_BY(mutex_) =
       0;  // counts use_pinned() calls: tells an idle period from the next
-  bool idle_thread_runs_ GUARDED_BY(mutex_) = false;
+  bool waits_until_idle_ GUARDED_BY(mutex_) = false;
   bool process_ends_ GUARDED_BY(mutex_) = false;
-  std::jthread idle_thread_ GUARDED_BY(mutex_);
+  ProcessJob idle_wait_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tensorizer::device::cuda

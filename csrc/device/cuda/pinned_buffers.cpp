@@ -192,7 +192,7 @@ void PinnedBuffers::start_kernels() {
     MutexLock lock(kernels_mutex_);
     if (std::exchange(kernels_begun_, true)) return;
     try {
-      kernels_thread_ = std::thread([this] { make_kernels(); });
+      kernels_job_ = ProcessPool::instance().start([this] { make_kernels(); });
       return;
     } catch (const std::system_error&) {  // no thread to be had: here, then
     }
@@ -237,12 +237,12 @@ const Kernels* PinnedBuffers::kernels(const std::stop_token& stop) {
 }
 
 void PinnedBuffers::release() noexcept {
-  std::thread thread;
+  ProcessJob job;
   {
     MutexLock lock(kernels_mutex_);
-    thread = std::move(kernels_thread_);
+    job = kernels_job_;
   }
-  if (thread.joinable()) thread.join();
+  job.join();
   {
     MutexLock lock(kernels_mutex_);
     kernels_.reset();

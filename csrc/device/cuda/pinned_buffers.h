@@ -17,9 +17,9 @@
 #include <span>
 #include <stop_token>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "core/process_pool.h"
 #include "core/sync.h"
 #include "device/cuda/copy_stream.h"
 #include "device/cuda/driver.h"
@@ -99,7 +99,7 @@ class PinnedBuffers {
   Event take_event();
   void give_back_event(Event event) noexcept;
 
-  // Begins to make the kernels on a thread of its own, unless somebody has: the driver may compile
+  // Begins to make the kernels as a job of the process, unless somebody has: the driver may compile
   // for longer than a load takes.
   void start_kernels();
   // The kernels where they are made and tested; null where they are not yet. Throws Error(device)
@@ -157,7 +157,7 @@ class PinnedBuffers {
   bool kernels_begun_ GUARDED_BY(kernels_mutex_) = false;
   std::unique_ptr<Kernels> kernels_ GUARDED_BY(kernels_mutex_);
   std::string kernels_refused_ GUARDED_BY(kernels_mutex_);  // why, where they were
-  std::thread kernels_thread_ GUARDED_BY(kernels_mutex_);
+  ProcessJob kernels_job_ GUARDED_BY(kernels_mutex_);
 };
 
 }  // namespace tensorizer::device::cuda

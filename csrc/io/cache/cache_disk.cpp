@@ -1,10 +1,10 @@
 #include "io/cache/cache_disk.h"
 
 #include <algorithm>
-#include <thread>
 
 #include "core/checked_math.h"
 #include "core/per_process.h"
+#include "core/process_pool.h"
 
 namespace tensorizer::io {
 namespace {
@@ -53,62 +53,75 @@ void CacheDisk::give_back(Pages pages) noexcept {
     // A forked child lets go of what its parent has borrowed.
     lent_nbytes_ -= std::min<uint64_t>(lent_nbytes_, bytes_of(pages).size());
     try {
-      if (writing_.has_thread) spare_.push_back(std::move(pages));
+      if (writes_run_) spare_.push_back(std::move(pages));
     } catch (const std::bad_alloc&) {  // the system gets it back
     }
   }
   changed_.notify_all();
 }
 
-void CacheDisk::add(Queue CacheDisk::* which, Job job) {
+void CacheDisk::write(Job job) {
   {
     MutexLock lock(mutex_);
-    Queue& queue = this->*which;
-    queue.jobs.push_back(std::move(job));
-    if (!queue.has_thread) {
+    writes_.push_back(std::move(job));
+    if (!writes_run_) {
       try {
-        std::thread([this, which] { work(which); }).detach();  // nobody may be left to join it
+        ProcessPool::instance().start([this] { run_writes(); });
       } catch (...) {
-        queue.jobs.pop_back();
+        writes_.pop_back();
         throw;
       }
-      queue.has_thread = true;
+      writes_run_ = true;
     }
   }
   changed_.notify_all();
 }
 
-void CacheDisk::work(Queue CacheDisk::* which) noexcept {
+void CacheDisk::run_writes() noexcept {
   mutex_.lock();
-  Queue& queue = this->*which;
-  const auto has_jobs = [&] { return !queue.jobs.empty(); };
-  while (changed_.wait_until(mutex_, {}, std::chrono::steady_clock::now() + kLinger, has_jobs)) {
-    Job job = std::move(queue.jobs.front());
+  const auto has_writes = [&]() REQUIRES_LOCK(mutex_) { return !writes_.empty(); };
+  while (changed_.wait_until(mutex_, {}, std::chrono::steady_clock::now() + kLinger, has_writes)) {
+    Job job = std::move(writes_.front());
     mutex_.unlock();
     job();
     job = nullptr;  // what it holds goes before somebody hears that it is done
     mutex_.lock();
-    queue.jobs.pop_front();
-    ++queue.done;
+    writes_.pop_front();
+    ++done_;
     changed_.notify_all();
   }
-  queue.has_thread = false;
-  if (&queue == &writing_) spare_.clear();
+  writes_run_ = false;
+  spare_.clear();
   mutex_.unlock();
+}
+
+void CacheDisk::sync(Job job) {
+  MutexLock lock(mutex_);
+  ++syncs_;
+  try {
+    ProcessPool::instance().start([this, job = std::move(job)]() mutable {
+      job();
+      job = nullptr;
+      MutexLock ended(mutex_);
+      --syncs_;
+      ++done_;
+      changed_.notify_all();
+    });
+  } catch (...) {
+    --syncs_;
+    throw;
+  }
 }
 
 bool CacheDisk::finish(std::chrono::milliseconds patience, const std::stop_token& stop) {
   MutexLock lock(mutex_);
   // What was written is handed over to be synced before it counts as done.
-  const auto is_idle = [&]() REQUIRES_LOCK(mutex_) {
-    return writing_.jobs.empty() && syncing_.jobs.empty();
-  };
-  const auto done = [&]() REQUIRES_LOCK(mutex_) { return writing_.done + syncing_.done; };
+  const auto is_idle = [&]() REQUIRES_LOCK(mutex_) { return writes_.empty() && syncs_ == 0; };
   while (!is_idle()) {
-    const uint64_t before = done();
+    const uint64_t before = done_;
     const auto until = std::chrono::steady_clock::now() + patience;
     if (!changed_.wait_until(mutex_, stop, until,
-                             [&]() REQUIRES_LOCK(mutex_) { return is_idle() || done() != before; }))
+                             [&]() REQUIRES_LOCK(mutex_) { return is_idle() || done_ != before; }))
       return is_idle();
   }
   return true;

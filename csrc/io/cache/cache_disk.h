@@ -1,8 +1,8 @@
-// What one process does for its caches beside the loads: a thread writes what they have handed
-// over, in that order, and another one syncs copies that are written. Both run while
-// there is something to do, and a moment longer. What waits to be written is bounded, and its
-// memory is used again, since new pages cost more than the copies into them. Internally locked; one
-// for the process, never destroyed. A forked child starts with nothing.
+// What one process does for its caches beside the loads, as jobs of its pool: one writes what they
+// have handed over, in that order, while there is something to write and a moment longer; copies
+// that are written are synced each by a job of their own. What waits to be written is bounded, and
+// its memory is used again, since new pages cost more than the copies into them. Internally locked;
+// one for the process, never destroyed. A forked child starts with nothing.
 #pragma once
 
 #include <chrono>
@@ -35,8 +35,9 @@ class CacheDisk {
   using Borrowed = std::unique_ptr<std::byte[], GiveBack>;
   Borrowed borrow(uint64_t nbytes, bool patient, const std::stop_token& stop);
   // Throws std::system_error where the system has no thread to give.
-  void write(Job job) { add(&CacheDisk::writing_, std::move(job)); }
-  void sync(Job job) { add(&CacheDisk::syncing_, std::move(job)); }
+  void write(Job job);
+  // The same; for a job of write().
+  void sync(Job job);
   // Until nothing waits to be written or synced. False: a stop, or nothing was done for so long.
   bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
 
@@ -46,19 +47,15 @@ class CacheDisk {
   std::vector<Trouble> take_troubles();
 
  private:
-  struct Queue {
-    std::deque<Job> jobs;  // the first one is being done
-    uint64_t done = 0;
-    bool has_thread = false;
-  };
   void give_back(Pages pages) noexcept;
-  void add(Queue CacheDisk::* which, Job job);
-  void work(Queue CacheDisk::* which) noexcept;
+  void run_writes() noexcept;
 
   Mutex mutex_;
   CondVar changed_;
-  Queue writing_ GUARDED_BY(mutex_);
-  Queue syncing_ GUARDED_BY(mutex_);
+  std::deque<Job> writes_ GUARDED_BY(mutex_);  // the first one is being done
+  bool writes_run_ GUARDED_BY(mutex_) = false;
+  size_t syncs_ GUARDED_BY(mutex_) = 0;   // that have not ended
+  uint64_t done_ GUARDED_BY(mutex_) = 0;  // writes and syncs
   uint64_t lent_nbytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Pages> spare_ GUARDED_BY(mutex_);  // together with those lent at most the limit
   std::vector<Trouble> troubles_ GUARDED_BY(mutex_);

@@ -23,12 +23,21 @@ constexpr int kWaitMs = 10'000;
 
 PerProcess<HttpReactor> reactor_of_process;
 
-// Signals are for the threads of the program; SIGPIPE would end it where a server goes away.
-void block_signals() noexcept {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-}
+// Signals are for the threads of the program.
+class BlockedSignals {
+ public:
+  BlockedSignals() noexcept {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
 
 }  // namespace
 
@@ -118,7 +127,7 @@ void HttpReactor::post(Worker& worker, Letter letter) {
 void HttpReactor::ensure_thread(size_t number) {
   Worker& worker = workers_[number];
   if (worker.alive) return;
-  if (worker.thread.joinable()) worker.thread.join();  // it has ended, or needs no lock to end
+  worker.job.join();  // it has ended, or needs no lock to end
   UniqueCurlMulti multi = new_curl_multi();
   // Where there are no descriptors for it libcurl makes a handle that nobody can wake.
   if (curl_multi_wakeup(multi.get()) != CURLM_OK)
@@ -128,7 +137,7 @@ void HttpReactor::ensure_thread(size_t number) {
   worker.inbox.clear();
   worker.running = worker.paused = 0;
   try {
-    worker.thread = std::thread([this, number] { run(number); });
+    worker.job = ProcessPool::instance().start([this, number] { run(number); });
   } catch (const std::system_error& error) {
     throw HttpFailure{.reason = std::string("no thread for requests: ") + error.what(),
                       .transient = true};
@@ -138,7 +147,8 @@ void HttpReactor::ensure_thread(size_t number) {
 }
 
 void HttpReactor::run(size_t number) {
-  block_signals();
+  const SigpipeGuard pipes;
+  const BlockedSignals signals;
   Loop loop{.worker = workers_[number]};
   std::vector<Letter> letters;
   for (;;) {
@@ -250,17 +260,16 @@ void HttpReactor::end(Loop& loop, HttpTransfer& transfer, CURLcode code) {
 }
 
 void HttpReactor::shut_down() noexcept {
-  std::array<std::thread, kThreads> threads;
+  std::array<ProcessJob, kThreads> jobs;
   {
     MutexLock lock(mutex_);
     stopping_ = true;
     for (size_t i = 0; i < kThreads; ++i) {
       if (workers_[i].alive) curl_multi_wakeup(workers_[i].multi);
-      threads[i] = std::move(workers_[i].thread);
+      jobs[i] = std::exchange(workers_[i].job, {});
     }
   }
-  for (std::thread& thread : threads)
-    if (thread.joinable()) thread.join();
+  for (const ProcessJob& job : jobs) job.join();
   MutexLock lock(mutex_);
   stopping_ = false;
 }

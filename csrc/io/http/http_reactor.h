@@ -5,8 +5,9 @@
 // wants to send one waits for a place first. A body that is paused between reads keeps its own
 // connection beyond them. Idle connections end when a source or an uploader was closed and their
 // thread has then nothing to do for a fraction of a second; sources that are open still make new
-// ones. The threads start with the first request, and end likewise once nothing is open any more. A
-// child that was forked has a reactor of its own, in which nothing runs.
+// ones. The threads (of the pool of the process) start with the first request, and end likewise
+// once nothing is open any more. A child that was forked has a reactor of its own, in which nothing
+// runs.
 #pragma once
 
 #include <curl/curl.h>
@@ -15,9 +16,9 @@
 #include <chrono>
 #include <map>
 #include <stop_token>
-#include <thread>
 #include <vector>
 
+#include "core/process_pool.h"
 #include "core/sync.h"
 #include "io/curl/curl_handle.h"
 #include "io/http/connection_limit.h"
@@ -85,7 +86,7 @@ class HttpReactor {
   };
   struct Worker {
     // Guarded by the reactor's mutex.
-    std::thread thread;
+    ProcessJob job;
     bool alive = false;
     CURLM* multi = nullptr;  // to be woken
     std::vector<Letter> inbox;

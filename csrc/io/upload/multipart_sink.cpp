@@ -53,10 +53,7 @@ MultipartSink::MultipartSink(std::unique_ptr<MultipartTransport> transport, std:
                              const MultipartOptions& options)
     : transport_(std::move(transport)), name_(std::move(name)), options_(options) {}
 
-MultipartSink::~MultipartSink() {
-  abandon();
-  if (!owner_.is_this_one()) static_cast<void>(threads_.release());  // they run in the parent
-}
+MultipartSink::~MultipartSink() { abandon(); }
 
 bool MultipartSink::has_content() const {
   MutexLock lock(mutex_);
@@ -247,11 +244,13 @@ void MultipartSink::queue(size_t index) {
   parts_[index].state = Part::State::queued;
   queue_.push_back(index);
   ++pending_;
-  if (idle_ < queue_.size() && threads_->size() < std::max(1u, options_.uploads)) {
+  if (idle_ < queue_.size() && jobs_.size() < std::max(1u, options_.uploads)) {
+    jobs_.emplace_back();
     try {
-      threads_->emplace_back([this] { run_uploads(); });
+      jobs_.back() = ProcessPool::instance().start([this] { run_uploads(); });
       ++running_;
     } catch (const std::system_error&) {  // no more threads: those there are, or the writer
+      jobs_.pop_back();
     }
   }
   changed_.notify_all();
@@ -262,7 +261,7 @@ void MultipartSink::free_part(Part& part) {
   part.bytes.reset();
 }
 
-// One upload thread. The last one to leave a failed upload aborts it: no part is on its way any
+// One job of the upload. The last one to leave a failed upload aborts it: no part is on its way any
 // more then.
 void MultipartSink::run_uploads() noexcept {
   while (true) {
@@ -440,24 +439,24 @@ void MultipartSink::rollback(uint64_t) noexcept {
   }
   fail(std::make_exception_ptr(
       aborted(name_, "an earlier write failed, so the upload was aborted")));
-  stop_threads();
+  stop_uploads();
 }
 
 void MultipartSink::abandon() noexcept {
   if (!owner_.is_this_one()) return;
   fail(std::make_exception_ptr(aborted(name_, "the upload was given up")));
-  stop_threads();
+  stop_uploads();
 }
 
-void MultipartSink::stop_threads() noexcept {
-  std::vector<std::thread> threads;
+void MultipartSink::stop_uploads() noexcept {
+  std::vector<ProcessJob> jobs;
   {
     MutexLock lock(mutex_);
     closing_ = true;
     changed_.notify_all();
-    threads.swap(*threads_);
+    jobs.swap(jobs_);
   }
-  for (std::thread& thread : threads) thread.join();
+  for (const ProcessJob& job : jobs) job.join();
   abort_after_the_last();
   MutexLock lock(mutex_);
   for (Part& part : parts_)
@@ -480,7 +479,7 @@ void MultipartSink::finish(const std::stop_token& stop) {
     if (parts > 1) put_rest(stop);
   } catch (...) {
     fail(std::current_exception());
-    stop_threads();
+    stop_uploads();
     throw;
   }
   {
@@ -489,7 +488,7 @@ void MultipartSink::finish(const std::stop_token& stop) {
   }
   fail(std::make_exception_ptr(
       Error(Errc::io, "Failed to write " + name_ + ": it is closed", name_)));
-  stop_threads();
+  stop_uploads();
 }
 
 // Cuts the parts at `end`, makes sure that every byte before it was written, and returns how many

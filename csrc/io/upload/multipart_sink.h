@@ -14,8 +14,7 @@
 // leave no more unfinished than their order does, however many they are.
 //
 // write_at is safe from many threads; everything else is confined to the session's thread. Uploads
-// run on threads of their own, which end with the upload. After a fork the child's copy does
-// nothing.
+// are jobs of the process, which end with the upload. After a fork the child's copy does nothing.
 #pragma once
 
 #include <deque>
@@ -23,11 +22,11 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/fork.h"
 #include "core/pages.h"
+#include "core/process_pool.h"
 #include "core/sync.h"
 #include "io/byte_ranges.h"
 #include "io/range_sink.h"
@@ -159,7 +158,7 @@ class MultipartSink final : public RangeSink {
   void throw_if_failed() const REQUIRES_LOCK(mutex_);
   size_t cut_parts(uint64_t end) REQUIRES_LOCK(mutex_);
   void put_rest(const std::stop_token& stop);
-  void stop_threads() noexcept;
+  void stop_uploads() noexcept;
 
   const std::unique_ptr<MultipartTransport> transport_;
   const std::string name_;
@@ -172,11 +171,10 @@ class MultipartSink final : public RangeSink {
   std::optional<PartSizes> sizes_ GUARDED_BY(mutex_);  // settled by the first write
   std::deque<Part> parts_ GUARDED_BY(mutex_);          // references stay valid
   std::deque<size_t> queue_ GUARDED_BY(mutex_);
-  std::unique_ptr<std::vector<std::thread>> threads_ GUARDED_BY(mutex_) =
-      std::make_unique<std::vector<std::thread>>();
-  unsigned idle_ GUARDED_BY(mutex_) = 0;     // threads that wait for a part
-  unsigned running_ GUARDED_BY(mutex_) = 0;  // threads that have not ended
-  size_t pending_ GUARDED_BY(mutex_) = 0;    // parts queued or on their way
+  std::vector<ProcessJob> jobs_ GUARDED_BY(mutex_);  // that upload
+  unsigned idle_ GUARDED_BY(mutex_) = 0;             // jobs that wait for a part
+  unsigned running_ GUARDED_BY(mutex_) = 0;          // jobs that have not ended
+  size_t pending_ GUARDED_BY(mutex_) = 0;            // parts queued or on their way
   uint64_t in_memory_ GUARDED_BY(mutex_) = 0;
   uint64_t peak_ GUARDED_BY(mutex_) = 0;
   uint64_t head_end_ GUARDED_BY(mutex_) = 1;  // part 0 is always of the head
