@@ -518,13 +518,14 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         """Copies the file to Redis unchanged, so that ``redis://host/key_prefix`` reads it.
 
         Args:
-            redis_client: A ``redis.Redis``.
+            redis_client: A ``redis.Redis`` or an object with its methods; all commands go through it.
             key_prefix: All keys begin with ``key_prefix:``.
             force: Also stores tensors that Redis already has.
 
         Raises:
             ValueError: The shards of a model; your file object is closed, as after an eager load.
             StreamError: The file is closed, as after an eager load, and another version has replaced it.
+            redis.RedisError: The server refused or broke off. Call it again to store the rest.
         """
         from tensorizer._io.redis import export_to_redis
 

@@ -1,6 +1,6 @@
 """Opening files wherever they are: :func:`open_stream`, and the stream classes behind it.
 
-boto3, redis and fsspec are imported when you first use a URI that needs them.
+boto3 and fsspec are imported when you first use a URI that needs them.
 """
 
 from __future__ import annotations

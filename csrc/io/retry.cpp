@@ -22,6 +22,7 @@ const RetryClock& RetryClock::real() {
 std::optional<milliseconds> RetryState::after_failure(const FailedTry& failed) {
   const TimePoint now = policy_.clock->now();
   ++failures_;
+  if (!failed.passing) return give_up(RetryEnd::none);
   progress_nbytes_ += failed.progress_nbytes;
   if (progress_nbytes_ >= policy_.progress_nbytes) {
     progress_nbytes_ = 0;
@@ -36,6 +37,8 @@ std::optional<milliseconds> RetryState::after_failure(const FailedTry& failed) {
   const auto left = std::chrono::duration_cast<milliseconds>(end - now);
   if (left.count() <= 0)
     return give_up(failed.answered ? RetryEnd::time : RetryEnd::never_answered);
+  // Another try would wait as long for a server that has never said anything.
+  if (failed.silent && !failed.answered) return give_up(RetryEnd::never_answered);
   if (failed.retry_after && *failed.retry_after > left) return give_up(RetryEnd::asked_to_wait);
 
   milliseconds delay = std::min(policy_.first_delay, policy_.max_delay);

@@ -1,13 +1,13 @@
 // When a failed request is tried again, and after how long. Time, chance and sleep are replaceable.
 //
-// What is worth a retry is decided where the failure is understood (http_message.h, redis_pool.h).
-// Here: tries go on until `window` has passed without progress; `retries`, where it is set, bounds
-// their number as well. A server that has never answered is given up `first_answer_window` after
-// the first try began: it is more likely the wrong one than one that will come back. Bytes add up:
-// every `progress_nbytes` start time, count and delay anew, so a long transfer over a bad line
-// ends, and one that stands still gives up. Delays double from `first_delay` to `max_delay`, half
-// of each chosen by chance so that many clients that failed together do not come back together; the
-// last one ends with the window. A server's Retry-After is obeyed when it is longer.
+// What is worth a retry is decided where the failure is understood. Here: tries go on until
+// `window` has passed without progress; `retries`, where it is set, bounds their number as well. A
+// server that has never answered is given up `first_answer_window` after the first try began: it is
+// more likely the wrong one than one that will come back. Bytes add up: every `progress_nbytes`
+// start time, count and delay anew, so a long transfer over a bad line ends, and one that stands
+// still gives up. Delays double from `first_delay` to `max_delay`, half of each chosen by chance so
+// that many clients that failed together do not come back together; the last one ends with the
+// window. A server's Retry-After is obeyed when it is longer.
 #pragma once
 
 #include <chrono>
@@ -15,6 +15,8 @@
 #include <functional>
 #include <optional>
 #include <stop_token>
+
+#include "core/error.h"
 
 namespace tensorizer::io {
 
@@ -51,8 +53,11 @@ struct FailedTry {
   uint64_t progress_nbytes = 0;  // new bytes that it brought
   bool answered = true;          // whether the server has ever answered
   std::optional<std::chrono::milliseconds> retry_after = std::nullopt;
+  bool passing = true;  // another try may do better
+  bool silent = false;  // the server said nothing for as long as a stall takes
 };
 
+// `none`: another try would not help.
 enum class RetryEnd : uint8_t { none, count, time, never_answered, asked_to_wait };
 
 // The failures of one operation so far, which begins with the constructor. Confined to one thread.
@@ -94,5 +99,25 @@ class RetryState {
 // What to tell somebody whose server never answered.
 inline constexpr const char* kNeverAnsweredHint =
     "the server has not answered once: check host, port and network";
+
+// Calls attempt(), which throws Failure, until it returns. judge(failure) says what the policy
+// wants to know of a try; give_up(failure, state) gets the last one within its handler, and throws.
+// Throws Error(cancelled) as soon as a stop is requested.
+template <class Failure, class Attempt, class Judge, class GiveUp>
+void with_retries(const RetryPolicy& policy, const std::stop_token& stop, Attempt&& attempt,
+                  Judge&& judge, GiveUp&& give_up) {
+  RetryState state(policy);
+  for (;;) {
+    std::optional<std::chrono::milliseconds> delay;
+    try {
+      return attempt();
+    } catch (const Failure& failure) {
+      throw_if_stopped(stop);
+      delay = state.after_failure(judge(failure));
+      if (!delay) give_up(failure, state);
+    }
+    state.wait(*delay, stop);
+  }
+}
 
 }  // namespace tensorizer::io

@@ -1,7 +1,7 @@
 """Files kept in Redis: read as a stream, and stored there for ``TensorDeserializer.to_redis``.
 
-A file is stored as strings whose keys end in the position of their first byte (docs/format.md, section 8). The bytes
-are moved by ``_C.RedisSource``; here are the URI, the stream object and the export.
+A file is stored as strings whose keys end in the position of their first byte (docs/format.md, section 8).
+``_C.RedisSource`` reads them. What is stored goes through the ``redis`` client of the caller.
 
 The order of writing makes an export that was interrupted harmless and resumable. The key with the file's header goes
 first away and comes last, so that readers see a whole file or none. A record's header key is stored together with or
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import unquote
 
 from tensorizer import _C
@@ -37,24 +37,12 @@ MAX_RETRIES = 1000
 WINDOW_NBYTES = 1 << 20
 MAX_DATABASE = 2**31 - 1
 
-# Values above this are stored as several (the server's default limit is 512 MiB), each sent in pieces of the second.
+# Values above the first are stored as several of the second; the server's default limit is 512 MiB.
 MAX_VALUE_NBYTES = 512 << 20
 SPLIT_NBYTES = 256 << 20
+# What is read and sent at once: bytes, and records.
 PIECE_NBYTES = 16 << 20
 PIPELINED = 512
-
-# Connection settings of redis-py that change how bytes reach the server and that the compiled writer does not know.
-UNKNOWN_TO_WRITER = (
-    "redis_connect_func",
-    "ssl_ca_data",
-    "ssl_ciphers",
-    "ssl_min_version",
-    "ssl_ocsp_context",
-    "ssl_ocsp_expected_cert",
-    "ssl_password",
-    "ssl_validate_ocsp",
-    "ssl_validate_ocsp_stapled",
-)
 
 _PLACE = re.compile(r"(?:\[(?P<address>[^\[\]\s]*)\]|(?P<name>[^\[\]:\s]*))(?::(?P<port>[0-9]{0,9}))?")
 
@@ -261,6 +249,26 @@ class RedisStreamFile(WindowedReader):
 # --- storing a file --------------------------------------------------------------------------------------------------
 
 
+class _Record(NamedTuple):
+    """One record to store; positions in the file."""
+
+    stem: bytes  # of its keys, which end in a position
+    header: int
+    data: int
+    nbytes: int  # of its payload
+
+    @property
+    def end(self) -> int:
+        return self.data + self.nbytes
+
+    @property
+    def header_key(self) -> bytes:
+        return self.key(self.header)
+
+    def key(self, position: int) -> bytes:
+        return b"%s%d" % (self.stem, position)
+
+
 def export_to_redis(
     source: _C.RangeSource,
     header: bytes,
@@ -269,152 +277,86 @@ def export_to_redis(
     key_prefix: str,
     force: bool = False,
 ) -> None:
-    """Stores the header and the given records of a file under ``key_prefix``.
+    """Stores the header and the given records of a file under ``key_prefix``, with commands of the client.
 
-    Memory stays bounded by a few MiB per connection, and no byte of the source is read twice.
+    At most 16 MiB of the file and one record header are in memory at a time, and no byte of the source is read twice.
 
     Args:
         source: The file.
         header: Its bytes from 0 to the end of the index.
         records: (stored name, header offset, payload offset, payload bytes) of each record to store, in file order.
-        client: A ``redis.Redis`` or an object with its methods. Only its connection settings are used where they are
-            plain ones (TCP, TLS or a Unix socket); any other client is called itself.
+        client: A ``redis.Redis`` or an object with its methods.
         key_prefix: First part of every key; may hold any character.
         force: Store records that are there already, too.
 
     Raises:
         ValueError: The prefix is empty.
-        StreamError: The server refused or broke off; run the export again to resume it. A client that is called itself
-            raises its own errors.
+        Exception: Whatever the client raises if the server refuses or breaks off; run the export again to resume it.
     """
     prefix = checks.text("key_prefix", key_prefix).encode("utf-8")
     if not prefix:
         raise ValueError("key_prefix: expected some text, got none; no URI would name the file")
-    writer = _writer_for(client)
     header_key = prefix + b":header:0"
-    todo = [
-        (b"%s:%s:" % (prefix, name), header_offset, data_offset, data_nbytes)
-        for name, header_offset, data_offset, data_nbytes in records
-    ]
-    if not force and todo:
-        stored = writer.exist([b"%s%d" % (stem, offset) for stem, offset, _, _ in todo])
-        todo = [record for record, found in zip(todo, stored) if not found]
+    todo = [_Record(b"%s:%s:" % (prefix, name), *place) for name, *place in records]
+    if not force:
+        todo = list(_missing(client, todo))
     if todo:
-        writer.remove(header_key)
-        writer.write(source, todo)
-    writer.put(header_key, header)
+        client.delete(header_key)
+    for batch in _batches(todo):
+        if batch[0].end - batch[0].header > PIECE_NBYTES:
+            _store_large(client, source, batch[0])
+        else:
+            _store_small(client, source, batch)
+    client.set(header_key, header)
 
 
-def _writer_for(client: Any) -> Union[_C.RedisWriter, _ClientWriter]:
-    settings = _writer_settings(client)
-    return _ClientWriter(client) if settings is None else _C.RedisWriter(settings, MAX_VALUE_NBYTES, SPLIT_NBYTES)
+def _missing(client: redis.Redis, records: Sequence[_Record]) -> Iterator[_Record]:
+    for first in range(0, len(records), PIPELINED):
+        some = records[first : first + PIPELINED]
+        pipeline = client.pipeline(transaction=False)
+        for record in some:
+            pipeline.exists(record.header_key)
+        yield from (record for record, found in zip(some, pipeline.execute()) if not found)
 
 
-def _writer_settings(client: Any) -> Optional[dict[str, Any]]:
-    """Settings for ``_C.RedisWriter``, or ``None`` where the client is not a plain ``redis.Redis``."""
-    import redis
-
-    if type(client) not in (redis.Redis, redis.StrictRedis):
-        return None
-    pool = client.connection_pool
-    kwargs: Mapping[str, Any] = pool.connection_kwargs
-    kinds = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
-    if pool.connection_class not in kinds or any(kwargs.get(name) for name in UNKNOWN_TO_WRITER):
-        return None
-    settings: dict[str, Any] = {"database": int(kwargs.get("db") or 0), **_login(kwargs)}
-    if pool.connection_class is redis.UnixDomainSocketConnection:
-        return {**settings, "unix_path": kwargs["path"]}
-    settings["host"] = kwargs.get("host") or "localhost"
-    settings["port"] = int(kwargs.get("port") or DEFAULT_PORT)
-    if pool.connection_class is redis.SSLConnection:
-        settings.update(_tls(kwargs))
-    return settings
+def _batches(records: Iterable[_Record]) -> Iterator[list[_Record]]:
+    """Adjacent records of at most 16 MiB together, or one larger record."""
+    batch: list[_Record] = []
+    for record in records:
+        if batch and (
+            record.header != batch[-1].end or record.end - batch[0].header > PIECE_NBYTES or len(batch) == PIPELINED
+        ):
+            yield batch
+            batch = []
+        batch.append(record)
+    if batch:
+        yield batch
 
 
-def _login(kwargs: Mapping[str, Any]) -> dict[str, str]:
-    provider = kwargs.get("credential_provider")
-    if provider is not None:
-        credentials = tuple(provider.get_credentials())
-        user, password = credentials if len(credentials) == 2 else (None, *credentials)
-    else:
-        user, password = kwargs.get("username"), kwargs.get("password")
-    return {"user": _as_text("user", user), "password": _as_text("password", password)}
+def _store_small(client: redis.Redis, source: _C.RangeSource, batch: Sequence[_Record]) -> None:
+    """Stores adjacent records. A header never stands beside a payload that is not its own."""
+    begin = batch[0].header
+    data = memoryview(source.read(begin, batch[-1].end - begin))
+    payloads, headers = client.pipeline(transaction=False), client.pipeline(transaction=False)
+    for record in batch:
+        payloads.delete(record.header_key)
+        if record.nbytes > 0:
+            payloads.set(record.key(record.data), data[record.data - begin : record.end - begin])
+        headers.set(record.header_key, data[record.header - begin : record.data - begin])
+    payloads.execute()
+    headers.execute()
 
 
-def _as_text(what: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, (bytes, bytearray)):  # as redis-py takes it
-        try:
-            value = bytes(value).decode()
-        except UnicodeDecodeError:
-            raise ValueError(f"the {what} of the Redis client: expected text or UTF-8, got other bytes") from None
-    return checks.text(f"the {what} of the Redis client", value if isinstance(value, str) else str(value))
-
-
-def _tls(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    requirement = kwargs.get("ssl_cert_reqs", "required")
-    verify = requirement not in ("none", None, 0)
-    file, path = kwargs.get("ssl_ca_certs") or "", kwargs.get("ssl_ca_path") or ""
-    if verify and not file and not path:  # as reads over TLS, and everything else
-        trust = trust_for(None)
-        file, path = trust.file, trust.path
-    return {
-        "tls": True,
-        "ca_file": file,
-        "ca_path": path,
-        "certificate_file": kwargs.get("ssl_certfile") or "",
-        "key_file": kwargs.get("ssl_keyfile") or "",
-        "verify_certificate": verify,
-        "verify_host": verify and bool(kwargs.get("ssl_check_hostname", True)),
-    }
-
-
-class _ClientWriter:
-    """The same export through the methods of a client object: clusters, sentinels, subclasses, test doubles."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def exist(self, keys: list[bytes]) -> list[bool]:
-        found: list[bool] = []
-        for first in range(0, len(keys), PIPELINED):
-            pipeline = self._client.pipeline(transaction=False)
-            for key in keys[first : first + PIPELINED]:
-                pipeline.exists(key)
-            found.extend(bool(n) for n in pipeline.execute())
-        return found
-
-    def remove(self, key: bytes) -> None:
-        self._client.delete(key)
-
-    def put(self, key: bytes, value: bytes) -> None:
-        self._client.set(key, value)
-
-    def write(self, source: _C.RangeSource, records: list[tuple[bytes, int, int, int]]) -> None:
-        for stem, header_offset, data_offset, data_nbytes in records:
-            self._client.delete(b"%s%d" % (stem, header_offset))
-            first_nbytes = min(PIECE_NBYTES, _value_nbytes(data_nbytes), data_nbytes)
-            both = source.read(header_offset, data_offset - header_offset + first_nbytes)
-            header, piece = both[: data_offset - header_offset], both[data_offset - header_offset :]
-            self._write_payload(source, stem, data_offset, data_nbytes, piece)
-            self._client.set(b"%s%d" % (stem, header_offset), header)
-
-    def _write_payload(self, source: _C.RangeSource, stem: bytes, start: int, nbytes: int, piece: bytes) -> None:
-        value_nbytes = _value_nbytes(nbytes)
-        at = 0
-        while at < nbytes:
-            value_start = at // value_nbytes * value_nbytes
-            key = b"%s%d" % (stem, start + value_start)
-            if at == value_start:
-                self._client.set(key, piece)
-            else:
-                self._client.append(key, piece)
-            at += len(piece)
-            value_end = min(nbytes, (at // value_nbytes + 1) * value_nbytes)
-            piece = source.read(start + at, min(PIECE_NBYTES, value_end - at)) if at < nbytes else b""
-
-
-def _value_nbytes(payload_nbytes: int) -> int:
-    """Size of the values that a payload is divided into."""
-    return SPLIT_NBYTES if payload_nbytes > MAX_VALUE_NBYTES else MAX_VALUE_NBYTES
+def _store_large(client: redis.Redis, source: _C.RangeSource, record: _Record) -> None:
+    """Stores one record in pieces: commands that the client may send twice after a broken connection."""
+    client.delete(record.header_key)
+    value_nbytes = SPLIT_NBYTES if record.nbytes > MAX_VALUE_NBYTES else MAX_VALUE_NBYTES
+    header = source.read(record.header, record.data - record.header)
+    for at in range(record.data, record.end, value_nbytes):
+        key, end = record.key(at), min(record.end, at + value_nbytes)
+        client.delete(key)
+        client.setrange(key, end - at - 1, b"\0")  # a value that grows piece by piece takes three times as long
+        for place in range(at, end, PIECE_NBYTES):
+            piece = source.read(place, min(PIECE_NBYTES, end - place))
+            client.setrange(key, place - at, memoryview(piece))
+    client.set(record.header_key, header)

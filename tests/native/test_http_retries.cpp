@@ -39,7 +39,7 @@ class HttpRetries : public testing::Test {
   // Repeats a try that fails as `outcome` has it; returns what the caller is told, or "".
   std::string run(const std::function<std::optional<HttpFailure>()>& outcome) {
     try {
-      with_retries(
+      with_http_retries(
           options, counters,
           [&] {
             if (auto failure = outcome()) throw *failure;

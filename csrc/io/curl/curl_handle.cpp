@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -19,8 +18,6 @@
 
 namespace tensorizer::io {
 namespace {
-
-constexpr std::chrono::milliseconds kPollInterval{100};
 
 // Held across a fork: no child finds libcurl half initialised.
 constinit std::mutex initialising;
@@ -52,10 +49,6 @@ bool handshake_broke_off(const std::string& text) {
       "terminated", "Broken pipe", "timed out"};
   return std::any_of(kWords.begin(), kWords.end(),
                      [&](std::string_view word) { return text.find(word) != std::string::npos; });
-}
-
-void expect_ok(CURLMcode code) {
-  if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
 }
 
 constexpr const char* kBroke = "the connection broke";
@@ -136,56 +129,6 @@ UniqueCurlMulti new_curl_multi() {
   return multi;
 }
 
-CurlDriver::CurlDriver() : multi_(new_curl_multi()), process_(getpid()) {}
-
-CurlDriver::~CurlDriver() {
-  if (!belongs_to_this_process()) {
-    // Closing would say good-bye on connections that the parent still uses.
-    (void)multi_.release();
-    return;
-  }
-  SigpipeGuard guard;
-  multi_.reset();
-}
-
-bool CurlDriver::belongs_to_this_process() const noexcept { return getpid() == process_; }
-
-void CurlDriver::perform() {
-  int running = 0;
-  expect_ok(curl_multi_perform(multi_.get(), &running));
-  int left = 0;
-  while (CURLMsg* message = curl_multi_info_read(multi_.get(), &left)) {
-    if (message->msg != CURLMSG_DONE) continue;
-    const CURLcode result = message->data.result;
-    char* transfer = nullptr;
-    curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, &transfer);
-    reinterpret_cast<CurlTransfer*>(transfer)->end_ = result;
-  }
-}
-
-void CurlDriver::wait(std::chrono::milliseconds timeout) {
-  int ready = 0;
-  const int timeout_ms = static_cast<int>(timeout.count());
-  expect_ok(curl_multi_poll(multi_.get(), nullptr, 0, timeout_ms, &ready));
-}
-
-CurlTransfer::CurlTransfer(CurlDriver& driver) : driver_(driver), easy_(new_curl_easy()) {
-  curl_easy_setopt(easy(), CURLOPT_ERRORBUFFER, error_text_);
-  curl_easy_setopt(easy(), CURLOPT_PRIVATE, reinterpret_cast<char*>(this));
-}
-
-CurlTransfer::~CurlTransfer() {
-  if (!driver_.belongs_to_this_process()) {
-    (void)easy_.release();
-    return;
-  }
-  SigpipeGuard guard;
-  curl_multi_remove_handle(driver_.multi_.get(), easy());
-  easy_.reset();
-}
-
-void CurlTransfer::start() { expect_ok(curl_multi_add_handle(driver_.multi_.get(), easy())); }
-
 std::string curl_error_text(const char* buffer, CURLcode code) {
   return buffer[0] != '\0' ? buffer : curl_easy_strerror(code);
 }
@@ -210,17 +153,6 @@ CurlVerdict curl_verdict(CURLcode code, const std::string& text) {
   verdict.transient =
       code == CURLE_SSL_CONNECT_ERROR ? handshake_broke_off(text) : found->transient;
   return verdict;
-}
-
-void drive(CurlDriver& driver, const std::stop_token& stop, const std::function<bool()>& done) {
-  SigpipeGuard guard;
-  std::stop_callback wake(stop, [&driver] { driver.wake(); });
-  for (;;) {
-    driver.perform();
-    if (done()) return;
-    throw_if_stopped(stop);
-    driver.wait(kPollInterval);
-  }
 }
 
 }  // namespace tensorizer::io

@@ -1,19 +1,10 @@
-// libcurl's handles with owners, what its errors mean, and drivers: each has one connection, and
-// one thread at a time moves it.
-//
-// libcurl is initialised at the first use in a process and never torn down. A driver belongs to the
-// process that made it: after fork the child leaves the parent's connections alone and makes its
-// own.
+// libcurl's handles with owners, and what its errors mean. libcurl is initialised at the first use
+// in a process and never torn down.
 #pragma once
 
 #include <curl/curl.h>
-#include <sys/types.h>
 
-#include <chrono>
-#include <functional>
 #include <memory>
-#include <optional>
-#include <stop_token>
 #include <string>
 
 namespace tensorizer::io {
@@ -57,56 +48,6 @@ class SigpipeGuard {
   bool blocked_ = false;
 };
 
-// Confined to one thread at a time.
-class CurlDriver {
- public:
-  CurlDriver();
-  ~CurlDriver();
-  CurlDriver(const CurlDriver&) = delete;
-  CurlDriver& operator=(const CurlDriver&) = delete;
-
-  // Moves whatever can be moved without waiting. REQUIRES: the caller holds a SigpipeGuard.
-  void perform();
-  // Waits until there is something to move, `timeout` is over, or wake() was called.
-  void wait(std::chrono::milliseconds timeout);
-  // The only call that is allowed from another thread.
-  void wake() noexcept { curl_multi_wakeup(multi_.get()); }
-
-  bool belongs_to_this_process() const noexcept;
-
- private:
-  friend class CurlTransfer;
-
-  UniqueCurlMulti multi_;
-  const pid_t process_;
-};
-
-// One transfer of a driver, from start() to the destructor, which ends it where it is; in a child
-// that was forked it is left to the parent.
-class CurlTransfer {
- public:
-  explicit CurlTransfer(CurlDriver& driver);
-  ~CurlTransfer();
-  CurlTransfer(const CurlTransfer&) = delete;
-  CurlTransfer& operator=(const CurlTransfer&) = delete;
-
-  CURL* easy() const noexcept { return easy_.get(); }
-  // It moves with CurlDriver::perform() from now on.
-  void start();
-  // How it ended; nullopt while it has not.
-  std::optional<CURLcode> end() const noexcept { return end_; }
-  std::string error_text(CURLcode code) const { return curl_error_text(error_text_, code); }
-  int system_errno(CURLcode code) const { return curl_system_errno(easy(), code); }
-
- private:
-  friend class CurlDriver;
-
-  CurlDriver& driver_;
-  UniqueCurlEasy easy_;
-  std::optional<CURLcode> end_;
-  char error_text_[CURL_ERROR_SIZE] = "";
-};
-
 // What a libcurl error means: the one table. `text` is libcurl's own description of the error.
 struct CurlVerdict {
   std::string name;        // "curl error 7"
@@ -114,8 +55,5 @@ struct CurlVerdict {
   const char* hint = "";
 };
 CurlVerdict curl_verdict(CURLcode code, const std::string& text);
-
-// Runs `driver` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
-void drive(CurlDriver& driver, const std::stop_token& stop, const std::function<bool()>& done);
 
 }  // namespace tensorizer::io

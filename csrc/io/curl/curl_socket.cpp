@@ -13,11 +13,10 @@
 namespace tensorizer::io {
 namespace {
 
-constexpr std::chrono::milliseconds kStopPollInterval{100};
+constexpr int kStopPollMs = 100;
 
 std::string url_of(const SocketOptions& options) {
   const std::string scheme = options.tls ? "https://" : "http://";
-  if (!options.unix_path.empty()) return scheme + "localhost/";
   const bool ipv6 = options.host.find(':') != std::string::npos;
   return scheme + (ipv6 ? "[" + options.host + "]" : options.host) + ":" +
          std::to_string(options.port) + "/";
@@ -36,18 +35,17 @@ CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std
       url_(url_of(options)),
       stall_timeout_(options.stall_timeout),
       receive_buffer_nbytes_(options.receive_buffer_nbytes),
-      tls_(options.tls),
-      transfer_(driver_) {
+      tls_(options.tls) {
   configure(options);
-  transfer_.start();
-  drive(driver_, stop, [&] { return transfer_.end().has_value(); });
-  if (transfer_.end() != CURLE_OK) fail("connect to", *transfer_.end());
-  curl_easy_getinfo(transfer_.easy(), CURLINFO_ACTIVESOCKET, &socket_);
+  const CURLcode code = connect(stop);
+  if (code != CURLE_OK) fail("connect to", code);
+  curl_easy_getinfo(easy(), CURLINFO_ACTIVESOCKET, &socket_);
   if (socket_ == CURL_SOCKET_BAD) fail("connect to", CURLE_COULDNT_CONNECT);
 }
 
 void CurlSocket::configure(const SocketOptions& options) {
-  CURL* easy = transfer_.easy();
+  CURL* easy = this->easy();
+  curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_);
   apply_common_options(easy, options.connect_timeout);
   apply_trust(easy, options.trust);
   curl_easy_setopt(easy, CURLOPT_URL, url_.c_str());
@@ -56,10 +54,37 @@ void CurlSocket::configure(const SocketOptions& options) {
   curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, static_cast<long>(CURL_HTTP_VERSION_1_1));
   curl_easy_setopt(easy, CURLOPT_SSL_ENABLE_ALPN, 0L);
   curl_easy_setopt(easy, CURLOPT_SSLVERSION, static_cast<long>(CURL_SSLVERSION_TLSv1_2));
-  if (!options.unix_path.empty())
-    curl_easy_setopt(easy, CURLOPT_UNIX_SOCKET_PATH, options.unix_path.c_str());
   curl_easy_setopt(easy, CURLOPT_SOCKOPTFUNCTION, &set_receive_buffer);
   curl_easy_setopt(easy, CURLOPT_SOCKOPTDATA, &receive_buffer_nbytes_);
+}
+
+CurlSocket::Connection::~Connection() {
+  if (!owner.is_this_one()) {
+    (void)easy.release();
+    (void)multi.release();
+    return;
+  }
+  const SigpipeGuard guard;
+  curl_multi_remove_handle(multi.get(), easy.get());
+  easy.reset();
+  multi.reset();
+}
+
+// By a multi handle, which a stop can wake.
+CURLcode CurlSocket::connect(const std::stop_token& stop) {
+  CURLM* const multi = connection_.multi.get();
+  const SigpipeGuard guard;
+  const std::stop_callback wake(stop, [multi] { curl_multi_wakeup(multi); });
+  CURLMcode code = curl_multi_add_handle(multi, easy());
+  while (code == CURLM_OK) {
+    int running = 0, left = 0;
+    code = curl_multi_perform(multi, &running);
+    if (const CURLMsg* const message = curl_multi_info_read(multi, &left))
+      return message->data.result;
+    throw_if_stopped(stop);
+    if (code == CURLM_OK) code = curl_multi_poll(multi, nullptr, 0, kStopPollMs, nullptr);
+  }
+  throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
 }
 
 bool CurlSocket::is_quiet() const noexcept {
@@ -69,10 +94,10 @@ bool CurlSocket::is_quiet() const noexcept {
 }
 
 void CurlSocket::fail(const char* operation, CURLcode code) const {
-  std::string text = transfer_.error_text(code);
+  std::string text = curl_error_text(error_text_, code);
   const CurlVerdict verdict = curl_verdict(code, text);
   const int system_errno =
-      code == CURLE_OPERATION_TIMEDOUT ? ETIMEDOUT : transfer_.system_errno(code);
+      code == CURLE_OPERATION_TIMEDOUT ? ETIMEDOUT : curl_system_errno(easy(), code);
   if (system_errno != 0) text += std::string(": ") + std::strerror(system_errno);
   // Hints of other errors speak of HTTP.
   if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
@@ -98,7 +123,7 @@ void CurlSocket::wait_ready(short events, Deadline deadline, const char* operati
         deadline - std::chrono::steady_clock::now());
     if (left.count() < 0) fail_silent(operation);
     pollfd entry{socket_, events, 0};
-    const auto wait = std::min(left, kStopPollInterval);
+    const auto wait = std::min(left, std::chrono::milliseconds(kStopPollMs));
     const int ready = ::poll(&entry, 1, static_cast<int>(wait.count()) + 1);
     if (ready > 0) return;
     if (ready < 0 && errno != EINTR) throw_errno(operation, peer_, errno);
@@ -112,7 +137,7 @@ size_t CurlSocket::receive_some(Buffer into, const std::stop_token& stop) {
     size_t received = 0;
     std::optional<SigpipeGuard> guard;
     if (tls_) guard.emplace();  // TLS may have to answer
-    const CURLcode code = curl_easy_recv(transfer_.easy(), into.data(), into.size(), &received);
+    const CURLcode code = curl_easy_recv(easy(), into.data(), into.size(), &received);
     guard.reset();
     if (code == CURLE_OK && received > 0) return received;
     if (code == CURLE_OK)
@@ -131,7 +156,7 @@ void CurlSocket::send_all(ConstBuffer from, const std::stop_token& stop) {
     CURLcode code = CURLE_OK;
     {
       const SigpipeGuard guard;
-      code = curl_easy_send(transfer_.easy(), from.data(), from.size(), &sent);
+      code = curl_easy_send(easy(), from.data(), from.size(), &sent);
     }
     if (code == CURLE_AGAIN) {
       wait_ready(POLLOUT, deadline, "send to", stop);

@@ -1,4 +1,4 @@
-// A stream connection: TCP or a Unix socket, in clear or inside TLS. Confined to one thread at a
+// A stream connection: TCP, in clear or inside TLS. Confined to one thread at a
 // time.
 //
 // libcurl connects: it looks names up without blocking, divides the time among the addresses, and
@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/fork.h"
 #include "io/buffers.h"
 #include "io/curl/curl_handle.h"
 #include "io/curl/curl_trust.h"
@@ -22,7 +23,6 @@ namespace tensorizer::io {
 struct SocketOptions {
   std::string host;
   uint16_t port = 0;
-  std::string unix_path = {};  // used in place of host and port unless empty
   bool tls = false;
   CurlTrust trust = {};
   // For name look-up, all addresses and TLS; an address that does not answer leaves time for
@@ -55,12 +55,22 @@ class CurlSocket {
   // False once the server has closed it or said something unasked. What TLS has decrypted already
   // is not seen.
   bool is_quiet() const noexcept;
-  bool belongs_to_this_process() const noexcept { return driver_.belongs_to_this_process(); }
+  bool is_of_this_process() const noexcept { return connection_.owner.is_this_one(); }
 
  private:
   using Deadline = std::chrono::steady_clock::time_point;
 
+  // A child that was forked leaves both handles to the parent, for which they speak.
+  struct Connection {
+    ~Connection();
+    UniqueCurlMulti multi = new_curl_multi();
+    UniqueCurlEasy easy = new_curl_easy();
+    OwnerProcess owner;
+  };
+
   void configure(const SocketOptions& options);
+  CURLcode connect(const std::stop_token& stop);
+  CURL* easy() const noexcept { return connection_.easy.get(); }
   [[noreturn]] void fail(const char* operation, CURLcode code) const;
   [[noreturn]] void fail_silent(const char* operation) const;
   void wait_ready(short events, Deadline deadline, const char* operation,
@@ -72,8 +82,8 @@ class CurlSocket {
   const std::chrono::milliseconds stall_timeout_;
   int receive_buffer_nbytes_;
   const bool tls_;
-  CurlDriver driver_;
-  CurlTransfer transfer_;
+  char error_text_[CURL_ERROR_SIZE] = "";
+  Connection connection_;
   curl_socket_t socket_ = CURL_SOCKET_BAD;
 };
 

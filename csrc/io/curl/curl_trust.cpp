@@ -94,11 +94,7 @@ void apply_trust(CURL* easy, const CurlTrust& trust) {
     curl_easy_setopt(easy, CURLOPT_PROXY_SSL_VERIFYHOST, 0L);
   }
   curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, trust.verify_peer ? 1L : 0L);
-  curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, trust.verify_peer && trust.verify_host ? 2L : 0L);
-  if (trust.certificate_file.empty()) return;
-  const std::string& key = trust.key_file.empty() ? trust.certificate_file : trust.key_file;
-  curl_easy_setopt(easy, CURLOPT_SSLCERT, trust.certificate_file.c_str());
-  curl_easy_setopt(easy, CURLOPT_SSLKEY, key.c_str());
+  curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, trust.verify_peer ? 2L : 0L);
 }
 
 }  // namespace tensorizer::io

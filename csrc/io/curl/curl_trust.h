@@ -15,11 +15,7 @@ struct CurlTrust {
   // Trust anchors, PEM; both empty: libcurl's default.
   std::string ca_file;
   std::string ca_path;
-  bool verify_peer = true;
-  bool verify_host = true;
-  // The client's own certificate and key, PEM; empty for none.
-  std::string certificate_file;
-  std::string key_file;
+  bool verify_peer = true;  // and that it is the host
 };
 
 // File and folder of the trust anchors that this libcurl was built with, each empty for none;

@@ -90,7 +90,7 @@ uint64_t HttpBody::read_at(const ResourceIdentity& known, uint64_t offset,
   const uint64_t nbytes = total_nbytes(buffers);
   uint64_t furthest = 0;
   try {
-    with_retries(
+    with_http_retries(
         client_.options, client_.counters, [&] { advance(known, offset, buffers, stop); },
         [&] {
           furthest = std::max(furthest, position());

@@ -80,38 +80,33 @@ std::unique_ptr<HttpExchange> HttpSender::send(HttpRequest request,
   }
 }
 
-void with_retries(const HttpOptions& options, const HttpCounters& counters,
-                  const std::function<void()>& attempt, const std::function<uint64_t()>& progress,
-                  const std::function<Error(const HttpFailure&, int tries)>& describe,
-                  const std::stop_token& stop, const HttpFailure* earlier) {
-  RetryState retry(options.retry);
-  uint64_t progress_before = progress();
-  for (;;) {
-    HttpFailure failure;
-    if (earlier != nullptr) {
-      failure = *std::exchange(earlier, nullptr);
-    } else {
-      try {
-        return attempt();
-      } catch (const HttpFailure& caught) {
-        failure = caught;
-      }
-    }
-    throw_if_stopped(stop);
-    const uint64_t now_at = progress();
-    const bool answered = counters.answered.load() || failure.status != 0 || failure.reached;
-    const auto delay =
-        retry.after_failure({now_at - progress_before, answered, failure.retry_after});
-    progress_before = now_at;
-    // Another try would wait as long for a server that has never said anything.
-    const bool is_mute = failure.silent && !answered;
-    if (!failure.transient || !delay || is_mute) {
-      if (failure.cause) std::rethrow_exception(failure.cause);
-      if (failure.transient) add_hint(failure, is_mute ? RetryEnd::never_answered : retry.end());
-      throw describe(failure, retry.failures());
-    }
-    retry.wait(*delay, stop);
-  }
+void with_http_retries(const HttpOptions& options, const HttpCounters& counters,
+                       const std::function<void()>& attempt,
+                       const std::function<uint64_t()>& progress,
+                       const std::function<Error(const HttpFailure&, int tries)>& describe,
+                       const std::stop_token& stop, const HttpFailure* earlier) {
+  uint64_t before = progress();
+  with_retries<HttpFailure>(
+      options.retry, stop,
+      [&] {
+        if (earlier != nullptr) throw HttpFailure(*std::exchange(earlier, nullptr));
+        attempt();
+      },
+      [&](const HttpFailure& failure) {
+        const uint64_t now_at = progress();
+        return FailedTry{
+            .progress_nbytes = now_at - std::exchange(before, now_at),
+            .answered = counters.answered.load() || failure.status != 0 || failure.reached,
+            .retry_after = failure.retry_after,
+            .passing = failure.transient,
+            .silent = failure.silent};
+      },
+      [&](const HttpFailure& failure, const RetryState& state) {
+        if (failure.cause) std::rethrow_exception(failure.cause);
+        HttpFailure told = failure;
+        add_hint(told, state.end());
+        throw describe(told, state.failures());
+      });
 }
 
 }  // namespace tensorizer::io

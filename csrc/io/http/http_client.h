@@ -50,9 +50,10 @@ struct HttpClient : HttpSender {
 // Repeats `attempt` until it returns, as the policy of `options` has it, and turns the last failure
 // into an Error. `attempt` returns nothing and throws HttpFailure; `progress` says how many bytes
 // all tries together brought. `earlier`, if not null, is the failure of a try that was made before.
-void with_retries(const HttpOptions& options, const HttpCounters& counters,
-                  const std::function<void()>& attempt, const std::function<uint64_t()>& progress,
-                  const std::function<Error(const HttpFailure&, int tries)>& describe,
-                  const std::stop_token& stop, const HttpFailure* earlier = nullptr);
+void with_http_retries(const HttpOptions& options, const HttpCounters& counters,
+                       const std::function<void()>& attempt,
+                       const std::function<uint64_t()>& progress,
+                       const std::function<Error(const HttpFailure&, int tries)>& describe,
+                       const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
 }  // namespace tensorizer::io

@@ -43,7 +43,7 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
 ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop) {
   ResponseHead response;
   std::string name = put.display_name;
-  with_retries(
+  with_http_retries(
       uploader.options, uploader.counters,
       [&] {
         while (true) {

@@ -26,7 +26,7 @@ void RangeFetch::put(std::span<const std::byte> bytes) {
 }
 
 uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier) {
-  with_retries(
+  with_http_retries(
       client_.options, client_.counters,
       [&] {
         // Not kept between tries: who pauses leaves the place to others.

@@ -88,7 +88,7 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
       }
     }
   };
-  with_retries(
+  with_http_retries(
       client_.options, client_.counters, attempt, [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
 }
@@ -190,7 +190,7 @@ void HttpSource::read_telling(uint64_t offset, std::span<const Buffer> buffers,
   }
   const auto found = size();
   throw Error(Errc::truncated,
-              "Failed to read " + name_ + ": wanted " + std::to_string(nbytes) +
+              "Failed to read " + name_ + ": expected " + std::to_string(nbytes) +
                   " bytes at offset " + std::to_string(offset) + ", the object ends at " +
                   std::to_string(found ? *found : offset + got),
               name_, offset);

@@ -74,7 +74,6 @@ bool worth_retrying(std::string_view text) {
 }  // namespace
 
 std::string redis_server_name(const SocketOptions& socket) {
-  if (!socket.unix_path.empty()) return "unix://" + socket.unix_path;
   const bool ipv6 = socket.host.find(':') != std::string::npos;
   return (socket.tls ? "rediss://" : "redis://") + (ipv6 ? "[" + socket.host + "]" : socket.host) +
          ":" + std::to_string(socket.port);
@@ -130,18 +129,6 @@ void RedisHandle::flush(const std::stop_token& stop) {
   if (output_.empty()) return;
   socket_.send_all(std::as_bytes(std::span(output_)), stop);
   output_.clear();
-}
-
-void RedisHandle::begin_set(std::string_view key, uint64_t nbytes, const std::stop_token& stop) {
-  output_ += "*3\r\n$3\r\nSET\r\n$" + std::to_string(key.size()) + "\r\n";
-  output_ += key;
-  output_ += "\r\n$" + std::to_string(nbytes) + "\r\n";
-  flush(stop);
-}
-
-void RedisHandle::send_value(ConstBuffer piece, bool last, const std::stop_token& stop) {
-  socket_.send_all(piece, stop);
-  if (last) output_ += "\r\n";
 }
 
 RedisReply RedisHandle::command(std::initializer_list<std::string_view> words,

@@ -33,7 +33,7 @@ struct RedisOptions {
   RetryPolicy retry;         // of one read
 };
 
-// "redis://host:6379", "rediss://..." or "unix:///path", never with credentials.
+// "redis://host:6379" or "rediss://...", never with credentials.
 std::string redis_server_name(const SocketOptions& socket);
 
 struct RedisReplyDeleter {
@@ -70,11 +70,6 @@ class RedisHandle {
   void append(std::initializer_list<std::string_view> words);
   void flush(const std::stop_token& stop);
 
-  // Sends `SET key <nbytes bytes>` up to and including the value's length; the value follows by
-  // send_value, in pieces whose sizes add up to `nbytes`, the last one with `last`.
-  void begin_set(std::string_view key, uint64_t nbytes, const std::stop_token& stop);
-  void send_value(ConstBuffer piece, bool last, const std::stop_token& stop);
-
   // The next reply. Throws RedisServerError where it is an error, Errc::io when it is no RESP or
   // unreasonably large.
   RedisReply read_reply(const std::stop_token& stop);
@@ -92,10 +87,10 @@ class RedisHandle {
   bool answered() const noexcept { return answered_; }
   // False where it is the parent's, or the server has ended it or said something unasked.
   bool is_usable() const noexcept {
-    return socket_.belongs_to_this_process() && begin_ == end_ && socket_.is_quiet();
+    return socket_.is_of_this_process() && begin_ == end_ && socket_.is_quiet();
   }
 
-  uint64_t generation = 0;  // the pool's
+  uint64_t generation = 0;  // of the source's connections
 
  private:
   void log_in(const RedisOptions& options, const std::stop_token& stop);

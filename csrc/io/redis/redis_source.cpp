@@ -24,19 +24,87 @@ RedisSource::RedisSource(RedisOptions options, std::string prefix, const std::st
     : prefix_(std::move(prefix)),
       name_(redis_server_name(options.socket) + "/" + prefix_ +
             (options.database ? "?db=" + std::to_string(options.database) : "")),
-      pool_(std::move(options)) {
+      options_(std::move(options)) {
   open(stop);
 }
 
+// --- connections ---------------------------------------------------------------------------------
+
+std::unique_ptr<RedisHandle> RedisSource::take(const std::stop_token& stop) {
+  uint64_t closed_times = 0;
+  {
+    MutexLock lock(mutex_);
+    while (!idle_->empty()) {
+      std::unique_ptr<RedisHandle> handle = std::move(idle_->back());
+      idle_->pop_back();
+      if (handle->is_usable()) return handle;
+    }
+    closed_times = closed_times_;
+  }
+  auto handle = std::make_unique<RedisHandle>(options_, stop);
+  handle->generation = closed_times;
+  return handle;
+}
+
+// One too many, or one that was open at a close, is ended.
+void RedisSource::give_back(std::unique_ptr<RedisHandle> handle) {
+  MutexLock lock(mutex_);
+  if (handle->generation == closed_times_ && idle_->size() < options_.connections)
+    idle_->push_back(std::move(handle));
+}
+
+void RedisSource::close_connections() {
+  MutexLock lock(mutex_);
+  ++closed_times_;
+  idle_->clear();
+}
+
+void RedisSource::with_connection(const uint64_t& received, const std::stop_token& stop,
+                                  const std::function<void(RedisHandle&)>& use) {
+  std::unique_ptr<RedisHandle> handle;
+  uint64_t before = 0;
+  const auto attempt = [&] {
+    before = received;
+    handle = take(stop);
+    use(*handle);
+    answered_.store(true, std::memory_order_relaxed);
+    give_back(std::move(handle));
+  };
+  const auto judge = [&](const Error& error) {
+    const auto* const refused = dynamic_cast<const RedisServerError*>(&error);
+    const auto* const broken = dynamic_cast<const SocketError*>(&error);
+    if (refused != nullptr || (handle && handle->answered()))
+      answered_.store(true, std::memory_order_relaxed);
+    handle.reset();
+    if (broken != nullptr) {  // after one has broken, the idle ones are no better
+      MutexLock lock(mutex_);
+      idle_->clear();
+    }
+    return FailedTry{
+        .progress_nbytes = received - before,
+        .answered = answered_.load(std::memory_order_relaxed),
+        .passing = refused != nullptr ? refused->again : broken != nullptr && broken->passing};
+  };
+  const auto give_up = [](const Error& error, const RetryState& state) {
+    if (state.end() != RetryEnd::never_answered) throw;
+    Error explained(error.code(), std::string(error.what()) + "; " + kNeverAnsweredHint,
+                    error.source);
+    explained.system_errno = error.system_errno;
+    throw explained;
+  };
+  with_retries<Error>(options_.retry, stop, attempt, judge, give_up);
+}
+
+// --- opening -------------------------------------------------------------------------------------
+
 void RedisSource::open(const std::stop_token& stop) {
-  with_connection(
-      pool_, stop, [] { return uint64_t{0}; },
-      [&](RedisHandle& redis) {
-        std::vector<std::string> keys = list_keys(redis, stop);
-        if (keys.empty())
-          throw Error(Errc::not_found, name_ + ": no key begins with \"" + prefix_ + ":\"", name_);
-        layout_.emplace(measure(redis, std::move(keys), stop));
-      });
+  const uint64_t received = 0;
+  with_connection(received, stop, [&](RedisHandle& redis) {
+    std::vector<std::string> keys = list_keys(redis, stop);
+    if (keys.empty())
+      throw Error(Errc::not_found, name_ + ": no key begins with \"" + prefix_ + ":\"", name_);
+    layout_.emplace(measure(redis, std::move(keys), stop));
+  });
 }
 
 std::vector<std::string> RedisSource::list_keys(RedisHandle& redis,
@@ -107,9 +175,11 @@ std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std
   return values;
 }
 
+// --- reading -------------------------------------------------------------------------------------
+
 SourceTraits RedisSource::traits() const {
   // Between two values there may be a hole, so bytes nobody asked for are never fetched along.
-  return {.concurrency = pool_.options().connections, .gap_nbytes = 0, .remote = true};
+  return {.concurrency = options_.connections, .gap_nbytes = 0, .remote = true};
 }
 
 void RedisSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
@@ -121,13 +191,10 @@ void RedisSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
     std::atomic<uint64_t>& total;
     const uint64_t& received;
   } counter{bytes_read_, received};
-  with_connection(
-      pool_, stop, [&] { return received; },
-      [&](RedisHandle& redis) {
-        const auto pieces =
-            layout_->plan(name_, offset + received, wanted - received, kPieceNbytes);
-        fetch(redis, pieces, ScatterCursor(buffers, received), received, stop);
-      });
+  with_connection(received, stop, [&](RedisHandle& redis) {
+    const auto pieces = layout_->plan(name_, offset + received, wanted - received, kPieceNbytes);
+    fetch(redis, pieces, ScatterCursor(buffers, received), received, stop);
+  });
 }
 
 uint64_t RedisSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {

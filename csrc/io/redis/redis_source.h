@@ -1,5 +1,5 @@
 // A file stored in Redis as strings (docs/format.md, section 8), read by pipelined GET and GETRANGE
-// on several connections. Safe from many threads: each read borrows a connection of its own.
+// on several connections. Safe from many threads: each read takes an idle connection or a new one.
 //
 // A connection that breaks in the middle of a read is replaced and the read goes on at the byte
 // where it stopped, within RedisOptions::retry. Nothing protects against a key that is overwritten,
@@ -8,14 +8,16 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/sync.h"
 #include "io/range_source.h"
+#include "io/redis/redis_handle.h"
 #include "io/redis/redis_layout.h"
-#include "io/redis/redis_pool.h"
 
 namespace tensorizer::io {
 
@@ -41,8 +43,8 @@ class RedisSource final : public RangeSource {
   }
 
   // Ends idle connections now and the others after their read; later reads open new ones.
-  void close_connections() { pool_.close(); }
-  void close() noexcept override { pool_.close(); }
+  void close_connections();
+  void close() noexcept override { close_connections(); }
 
   // End of the last value.
   uint64_t end() const noexcept { return layout_->end(); }
@@ -51,6 +53,13 @@ class RedisSource final : public RangeSource {
   uint64_t contiguous_end(uint64_t offset) const { return layout_->contiguous_end(offset); }
 
  private:
+  // Calls use(connection), again with another one where one broke or the server asked for patience,
+  // as RedisOptions::retry has it. `received` counts the bytes that use() has brought.
+  void with_connection(const uint64_t& received, const std::stop_token& stop,
+                       const std::function<void(RedisHandle&)>& use);
+  std::unique_ptr<RedisHandle> take(const std::stop_token& stop);
+  void give_back(std::unique_ptr<RedisHandle> handle);
+
   std::vector<std::string> list_keys(RedisHandle& redis, const std::stop_token& stop) const;
   std::vector<RedisValue> measure(RedisHandle& redis, std::vector<std::string> keys,
                                   const std::stop_token& stop) const;
@@ -63,9 +72,14 @@ class RedisSource final : public RangeSource {
 
   std::string prefix_;
   std::string name_;
-  RedisPool pool_;
   std::optional<RedisLayout> layout_;  // set by the constructor
   std::atomic<uint64_t> bytes_read_{0};
+  const RedisOptions options_;
+  std::atomic<bool> answered_{false};  // the server has, at least once
+  Mutex mutex_;
+  // Idle connections. Those made before a fork are left to the parent.
+  FreshInChild<std::vector<std::unique_ptr<RedisHandle>>> idle_ GUARDED_BY(mutex_);
+  uint64_t closed_times_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace tensorizer::io
