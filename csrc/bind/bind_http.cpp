@@ -72,14 +72,12 @@ void register_options(py::module_& m) {
   c.def(py::init<>())
       .def_readwrite("headers", &HttpOptions::headers)
       .def_readwrite("user_agent", &HttpOptions::user_agent)
-      .def_readwrite("max_redirects", &HttpOptions::max_redirects)
       .def_readwrite("connections", &HttpOptions::connections)
       .def_readwrite("max_connections", &HttpOptions::max_connections)
       .def_readwrite("head_nbytes", &HttpOptions::head_nbytes)
       .def_readwrite("unit_nbytes", &HttpOptions::unit_nbytes)
       .def_readwrite("version", &HttpOptions::version)
       .def_readwrite("proxy", &HttpOptions::proxy)
-      .def_readwrite("no_proxy", &HttpOptions::no_proxy)
       .def_property("trust_provider", nullptr, &set_trust_provider)
       .def_property("header_provider", nullptr, &set_header_provider);
   property(c, "ca_file", [](HttpOptions& o) -> auto& { return o.trust.ca_file; });

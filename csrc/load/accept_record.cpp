@@ -9,9 +9,11 @@
 namespace tensorizer::load {
 
 void check_header_nbytes(const format::IndexEntry& entry, bool encrypted) {
-  if (entry.header_nbytes() > format::max_record_header_nbytes(entry, encrypted))
+  const uint64_t most = format::max_record_header_nbytes(entry, encrypted);
+  if (entry.header_nbytes() > most)
     throw Error(Errc::malformed, "the index leaves " + std::to_string(entry.header_nbytes()) +
-                                     " bytes for a record header, which is too much");
+                                     " bytes for its record header, expected at most " +
+                                     std::to_string(most));
 }
 
 bool has_sha256(const format::RecordHeader& header) noexcept {

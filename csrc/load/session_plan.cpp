@@ -10,6 +10,7 @@
 #include "core/threads.h"
 #include "digest/deal.h"
 #include "format/safetensors.h"
+#include "load/accept_record.h"
 #include "load/request_costs.h"
 #include "load/slice_plan.h"
 
@@ -50,15 +51,11 @@ void check_records(const LoadSession& session) {
   uint64_t header_nbytes = 0, data_nbytes = 0;
   for (uint32_t record = 0; record < session.entries.size(); ++record) {
     const format::IndexEntry& entry = session.entry_of(record);
-    const uint64_t most = format::max_record_header_nbytes(entry, session.has_crypt_info());
     session.naming(record, [&] {
       const bool no_elements = session.options.parts && entry.itemsize == 0;
       if (no_elements || (!session.reads_headers() && entry.dtype.empty()))
         throw Error(Errc::malformed, format::why_not_loadable(entry));
-      if (session.reads_headers() && entry.header_nbytes() > most)
-        throw Error(Errc::malformed, "the index leaves " + std::to_string(entry.header_nbytes()) +
-                                         " bytes for its record header, at most " +
-                                         std::to_string(most) + " are possible");
+      if (session.reads_headers()) check_header_nbytes(entry, session.has_crypt_info());
     });
     if (session.options.parts) continue;  // the caller has memory for them
     header_nbytes += entry.header_nbytes();

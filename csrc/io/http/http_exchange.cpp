@@ -39,7 +39,6 @@ void apply_connection_options(CURL* easy, const HttpOptions& options, const Http
                                                                : CURL_HTTP_VERSION_2TLS;
   curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, version);
   if (options.proxy) curl_easy_setopt(easy, CURLOPT_PROXY, options.proxy->c_str());
-  if (options.no_proxy) curl_easy_setopt(easy, CURLOPT_NOPROXY, options.no_proxy->c_str());
 }
 
 // The headers of the caller that go with a request; `further_headers` replace options of the name.

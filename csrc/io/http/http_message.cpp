@@ -152,7 +152,7 @@ void check_transfer_coding(const ResponseHead& head) {
     if (!equals_ignoring_case(name, "transfer-encoding")) continue;
     // "identity" is RFC 2616's word for none.
     if (!equals_ignoring_case(value, "chunked") && !equals_ignoring_case(value, "identity"))
-      refuse(head, "wanted a body as it is, found Transfer-Encoding '" + printable(value, 60) + "'",
+      refuse(head, "expected a body as it is, got Transfer-Encoding '" + printable(value, 60) + "'",
              "the server breaks the HTTP standard");
   }
 }
@@ -177,12 +177,11 @@ void check_identity(const ResponseHead& head, const ResourceIdentity& known,
 
 CheckedResponse check_partial(const RangeRequest& request, const ResponseHead& head) {
   const uint64_t wanted_last = request.first + request.nbytes - 1;
-  const std::string wanted = "wanted bytes " + range_text(request.first, request.nbytes);
+  const std::string wanted = "expected bytes " + range_text(request.first, request.nbytes);
   const auto text = find_field(head.headers, "content-range");
-  if (!text)
-    refuse(head, wanted + ", found no Content-Range", "the server breaks the HTTP standard");
+  if (!text) refuse(head, wanted + ", got no Content-Range", "the server breaks the HTTP standard");
   const auto range = parse_content_range(*text);
-  const std::string found = ", found Content-Range '" + printable(*text, 80) + "'";
+  const std::string found = ", got Content-Range '" + printable(*text, 80) + "'";
   if (!range || !range->satisfied) refuse(head, wanted + found);
   uint64_t expected_last = wanted_last;
   if (range->total) expected_last = std::min(expected_last, *range->total - 1);
@@ -294,7 +293,7 @@ CheckedResponse check_response(const RangeRequest& request, const ResponseHead& 
     result = check_partial(request, head);
   } else if (head.status == 200) {
     if (request.known != nullptr && !request.ranges_refused)
-      refuse(head, "wanted status 206 for a range, found the whole object",
+      refuse(head, "expected status 206 for a range, got the whole object",
              "the server has stopped to answer ranges, or the object changed");
     result = check_whole(head);
   } else if (head.status == 416 && request.known == nullptr && request.first == 0) {
@@ -304,7 +303,7 @@ CheckedResponse check_response(const RangeRequest& request, const ResponseHead& 
     result.body_nbytes = 0;
     result.identity = identity_of(head, 0);
   } else if (head.status >= 200 && head.status < 300) {
-    refuse(head, "wanted status 206 or 200", "the server gave no content");
+    refuse(head, "expected status 206 or 200", "the server gave no content");
   } else {
     throw failure_of_status(head, {});
   }

@@ -48,8 +48,7 @@ struct HttpOptions {
   // Asked before each request over https, in place of `trust`, where only a redirect may lead
   // there.
   std::function<CurlTrust()> find_trust;
-  std::optional<std::string> proxy;     // nullopt: http_proxy and friends, as libcurl reads them
-  std::optional<std::string> no_proxy;  // likewise
+  std::optional<std::string> proxy;  // nullopt: http_proxy and friends, as libcurl reads them
 };
 
 }  // namespace tensorizer::io
