@@ -138,14 +138,14 @@ def test_without_any_certificate_one_error_says_what_was_tried_and_the_next_call
 
 def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tmp_path):
     program = """
-        import sys
+        import ssl, sys
         import tensorizer
         from tensorizer._io import certificates
         from tensorizer.stream_io import CURLStreamFile
         def looked(*arguments):
             raise AssertionError("looked for certificates")
         assert callable(certificates._of_certifi)
-        certificates._of_certifi = certificates.ssl.get_default_verify_paths = looked
+        certificates._of_certifi = ssl.get_default_verify_paths = looked
         with CURLStreamFile(sys.argv[1]) as stream:
             assert len(stream.read()) == 3_000_000
         assert certificates._found is None
