@@ -18,38 +18,41 @@ export GIT_CONFIG_COUNT := $(shell expr $(GIT_SETTINGS) + 1)
 VENV ?= .venv
 # The CPU build, never gigabytes of CUDA libraries: from pip's configured index, else from TORCH_INDEX, PyTorch's own index of CPU
 # builds. `make TORCH=torch==2.13.0` takes the default build of the configured index instead.
-TORCH ?= $(shell cat constraints.txt)+cpu
+TORCH ?= $(shell cat requirements/constraints.txt)+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
-CONSTRAINTS := --constraint constraints.txt --constraint constraints-dev.txt
+CONSTRAINTS := --constraint requirements/constraints.txt --constraint requirements/constraints-dev.txt
 CACHE := .cache
 
 NATIVE_SOURCES := $(shell find csrc)
 BUILD_INPUTS := setup.py pyproject.toml tensorizer/_version.py $(NATIVE_SOURCES)
 
+# Commands stand below the last heading, "##@ Use", before them.
 .PHONY: help
-help:  ## list the commands
-	@grep -E '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /  make \1\t/' | expand -t 24
+help:
+	@awk -F ':.*  ## ' '/^##@ / { heading = substr($$0, 5); if (!(heading in text)) order[++count] = heading } \
+	  /^[a-z0-9-]+:.*  ## / { text[heading] = text[heading] sprintf("  make %-16s%s\n", $$1, $$2) } \
+	  END { for (n = 1; n <= count; n++) printf "%s%s:\n%s", n == 1 ? "" : "\n", order[n], text[order[n]] }' $(MAKEFILE_LIST)
 
-# ---- set-up ---------------------------------------------------------------------------------------------------------
+##@ Use
 
 .PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site
 system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
-$(VENV)/stamp-torch: constraints.txt | system-build
+$(VENV)/stamp-torch: requirements/constraints.txt | system-build
 	@echo "== virtual environment $(VENV) with $(TORCH)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --upgrade pip setuptools wheel ninja
 	@TORCH_INDEX="$(TORCH_INDEX)" scripts/install-torch.sh $(BIN)/python "$(TORCH)"
 	@touch $@
 
-$(VENV)/stamp-dev: requirements-dev.txt constraints-dev.txt $(VENV)/stamp-torch
+$(VENV)/stamp-dev: requirements/dev.txt requirements/constraints-dev.txt $(VENV)/stamp-torch
 	@echo "== development packages"
-	@$(PIP) install $(CONSTRAINTS) --requirement requirements-dev.txt
+	@$(PIP) install $(CONSTRAINTS) --requirement requirements/dev.txt
 	@touch $@
 
 .PHONY: environment
@@ -61,13 +64,11 @@ $(VENV)/stamp-build: $(BUILD_INPUTS) $(VENV)/stamp-torch
 	@mkdir -p build
 	@if test -e $@; then MAX_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --inplace >build/build.log 2>&1 \
 	  || { grep -vE '^\[[0-9]+/[0-9]+\]' build/build.log; exit 1; }; \
-	else MAX_JOBS=$(JOBS) $(PIP) install --no-build-isolation --constraint constraints.txt --editable .; fi
+	else MAX_JOBS=$(JOBS) $(PIP) install --no-build-isolation --constraint requirements/constraints.txt --editable .; fi
 	@touch $@
 
 .PHONY: build
 build: $(VENV)/stamp-build  ## the virtual environment with the compiled module
-
-# ---- what a new user types -------------------------------------------------------------------------------------------
 
 MODEL ?=
 .PHONY: demo say-how-long
@@ -76,8 +77,10 @@ say-how-long:
 	  "(system packages, 200 MB of torch, then the compiler); later runs start at once"
 
 demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back and used (MODEL=path: your own)
-	@$(if $(MODEL),$(PIP) install --constraint constraints.txt safetensors)
+	@$(if $(MODEL),$(PIP) install --constraint requirements/constraints.txt safetensors)
 	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
+
+##@ Test
 
 PYTEST_ARGS ?=
 # A third of their time the tests wait, for time-outs and for servers.
@@ -92,10 +95,10 @@ test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that 
 test-all: export TENSORIZER_REQUIRE_SERVERS := 1
 test-all: test test-slow site-check  ## all tests, the slow ones and the site too; a missing server is an error
 
-# ---- wheels ---------------------------------------------------------------------------------------------------------
+##@ Package
 
 TOOLS := $(CACHE)/packaging/tools
-$(TOOLS)/stamp: scripts/packaging/requirements.txt | system-build
+$(TOOLS)/stamp: requirements/packaging.txt | system-build
 	@$(PYTHON) -m venv --clear $(TOOLS)
 	@$(TOOLS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps --require-hashes --only-binary :all: -r $<
 	@touch $@
@@ -126,13 +129,15 @@ MATRIX_ARGS ?= --tags oldest newest
 matrix: system-test $(VENV)/stamp-dev  ## build and test with every Python that is here (MATRIX_ARGS='--tags between')
 	$(NOX) --session matrix $(MATRIX_ARGS)
 
+##@ Use
+
 CASES ?=
 CONTENDERS ?=
 SIZE ?= 2GB
 RUNS ?= 5
 BENCH_ARGS ?=
-$(VENV)/stamp-bench: benchmarks/requirements.txt $(VENV)/stamp-torch
-	@$(PIP) install --constraint constraints.txt --requirement benchmarks/requirements.txt
+$(VENV)/stamp-bench: requirements/benchmarks.txt $(VENV)/stamp-torch
+	@$(PIP) install --constraint requirements/constraints.txt --requirement requirements/benchmarks.txt
 	@touch $@
 
 .PHONY: bench
@@ -140,52 +145,9 @@ bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (C
 	$(BIN)/python -m benchmarks --size $(SIZE) --runs $(RUNS) $(if $(CASES),--cases $(CASES)) \
 	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
 
-# ---- machines with a GPU: the Python and torch they have, nothing from the network --------------------------------------
+include scripts/gpu.mk
 
-# gpu-load-dtype wants a real device, on which torch converts.
-GPU_CASES ?= gpu-load-hot gpu-load-first gpu-load-tmpfs gpu-load-many gpu-load-encrypted gpu-load-decrypting gpu-load-crc32 \
-  gpu-load-sha256 gpu-load-dtype gpu-load-http gpu-save-tmpfs gpu-save-encrypted
-GPU_ARGS ?=
-.PHONY: gpu-check gpu-sanitize gpu-costs bench-gpu
-gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_ARGS=--fake: over the fake driver)
-	@scripts/gpu_check.sh $(GPU_ARGS)
-
-# Each tool runs, whatever the ones before it find.
-gpu-sanitize:  ## the tests of kernels on a GPU, under NVIDIA's compute-sanitizer
-	@failed=; for tool in memcheck racecheck initcheck synccheck; do echo "== $$tool"; \
-	  scripts/gpu_check.sh --sanitize $$tool $(GPU_ARGS) || failed="$$failed $$tool"; done; \
-	  [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
-
-gpu-costs:  ## what copies, pinning, allocation and calls of the driver cost on a GPU (BENCH_ARGS='--json FILE')
-	@scripts/gpu_check.sh --build build/gpu-venv/bin/python -m benchmarks.device_costs $(BENCH_ARGS)
-
-bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
-	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake) bash -ec '\
-	  $(if $(BENCH_FAKE_CUDA),build/gpu-venv/bin/python -m benchmarks.model_gpu --runs $(RUNS);) \
-	  build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(filter-out $(if $(BENCH_FAKE_CUDA),gpu-load-dtype),$(GPU_CASES)) \
-	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)'
-
-# The share of a modelled link that loads and saves fill, on a machine without a GPU (CASES, SIZE as a number of bytes, RUNS).
-.PHONY: model-gpu
-model-gpu: $(VENV)/stamp-build  ## loads and saves over a modelled link (CASES='plain save'; BENCH_ARGS='--package FOLDER' compares)
-	$(BIN)/python -m benchmarks.model_gpu --runs $(RUNS) $(if $(CASES),--cases $(CASES)) $(BENCH_ARGS)
-
-# ---- the kernels of the device: compiled by nvcc to text that is committed; a build needs no nvcc -------------------------
-
-.PHONY: gpu-kernels kernels-check kernels-report kernels-mutate
-gpu-kernels:  ## compile the device's kernels to csrc/device/cuda/kernels/kernels.ptx (wants nvcc)
-	@$(PYTHON) scripts/kernels.py build
-
-kernels-check:  ## is the committed text that of the sources? (compared to the byte where its nvcc is here)
-	@$(PYTHON) scripts/kernels.py check
-
-kernels-report:  ## registers and spills of the kernels for every architecture (wants ptxas)
-	@$(PYTHON) scripts/kernels.py report
-
-kernels-mutate: system-native  ## are wrong kernels caught by the native tests?
-	@$(PYTHON) scripts/kernels.py mutate
-
-# ---- style and static checks ----------------------------------------------------------------------------------------
+##@ Test
 
 # In a recipe, so that a git that fails ends it.
 CXX_FILES := git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/native/*.h' 'tests/native/*.cpp' 'benchmarks/*.cpp'
@@ -210,7 +172,7 @@ format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project'
 	@echo clang-format -i
 	@files=$$($(CXX_FILES)); [ -z "$$files" ] || $(BIN)/clang-format -i $$files
 
-# ---- C++ without Python ---------------------------------------------------------------------------------------------
+# C++ without Python.
 
 # ccache leaves files with precompiled headers alone otherwise.
 export CCACHE_SLOPPINESS := pch_defines,time_macros
@@ -238,13 +200,11 @@ fuzz: system-native  ## every fuzz target for FUZZ_SECONDS each
 constant-time: system-constant-time  ## no branch or address of the cipher depends on a secret (MemorySanitizer, valgrind)
 	@JOBS=$(JOBS) scripts/constant_time.sh
 
-# ---- documents, cleaning --------------------------------------------------------------------------------------------
-
 # Pages are made from the sources as text: this environment has neither torch nor the compiled module.
 DOCS := $(CACHE)/docs
-$(DOCS)/stamp: docs/requirements.txt constraints-dev.txt | system-docs
+$(DOCS)/stamp: requirements/docs.txt requirements/constraints-dev.txt | system-docs
 	@$(PYTHON) -m venv --clear $(DOCS)
-	@$(DOCS)/bin/python -m pip -qq --disable-pip-version-check install --constraint constraints-dev.txt --requirement docs/requirements.txt
+	@$(DOCS)/bin/python -m pip -qq --disable-pip-version-check install --constraint requirements/constraints-dev.txt --requirement requirements/docs.txt
 	@touch $@
 
 .PHONY: docs
@@ -255,6 +215,8 @@ docs: $(DOCS)/stamp  ## the documentation site in site/, warnings are errors (ne
 site-check: export TENSORIZER_SITE := site
 site-check: docs system-site $(VENV)/stamp-dev  ## build the site; links lead somewhere, and no page scrolls sideways in Chromium
 	$(BIN)/python -m pytest -q tests/repository/test_site.py
+
+##@ Use
 
 .PHONY: clean distclean
 clean:  ## remove what was built, keep the virtual environment and downloads

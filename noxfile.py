@@ -12,11 +12,12 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
+REQUIREMENTS = ROOT / "requirements"
 sys.path.insert(0, str(ROOT / "scripts" / "packaging"))
 
 nox.options.default_venv_backend = "venv"
 
-PINNED = (ROOT / "constraints.txt").read_text().strip().partition("==")[2]  # the torch of the developers
+PINNED = (REQUIREMENTS / "constraints.txt").read_text().strip().partition("==")[2]  # the torch of the developers
 # From each Python to releases of torch: the first one, 2.1 or later, with wheels for it, two between, the newest one.
 TORCH = {
     "3.9": ("2.1.0", "2.4.1", "2.6.0", "2.8.0"),
@@ -55,15 +56,15 @@ def build_requirements(torch: str) -> list[str]:
 
 
 def test_requirements(torch: str) -> list[str]:
-    """What the tests need of requirements-dev.txt; tests of frameworks that are not there are skipped."""
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements-dev.txt").read_text().splitlines()]
+    """What the tests need of requirements/dev.txt; tests of frameworks that are not there are skipped."""
+    lines = [line.partition("#")[0].strip() for line in (REQUIREMENTS / "dev.txt").read_text().splitlines()]
     unwanted = [*FOR_DEVELOPERS, "cibuildwheel"] + (WANT_LATER_TORCH if number(torch) < (2, 6) else [])
     return [line for line in lines if line and re.split("[=><]", line)[0] not in unwanted]
 
 
 def constraints(torch: str) -> list[str]:
     """The versions that the developers test with, and ``torch``, so that nothing brings along another one."""
-    lines = (ROOT / "constraints-dev.txt").read_text().splitlines()
+    lines = (REQUIREMENTS / "constraints-dev.txt").read_text().splitlines()
     unwanted = COMPILED_FOR_NUMPY_2 if number(torch) < (2, 3) else ()
     return [*(line for line in lines if not line.startswith(unwanted)), f"torch=={torch}"]
 

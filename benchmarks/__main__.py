@@ -86,7 +86,7 @@ def main() -> int:
         drawn = draw(outcomes, name.with_suffix(".png"), about)
     except ImportError:
         drawn = []
-        print("no chart: matplotlib is not installed (benchmarks/requirements.txt)", file=sys.stderr)
+        print("no chart: matplotlib is not installed (requirements/benchmarks.txt)", file=sys.stderr)
     print(f"written: {', '.join(map(str, [name.with_suffix('.json'), *drawn]))}")
     failed = [r.contender.name for o in outcomes for r in o.results if r.error and r.contender.role == "ours"]
     return 1 if failed else 0

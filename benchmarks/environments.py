@@ -48,7 +48,8 @@ def python_of(contender: Contender, folder: Path, given: dict[str, Path]) -> Pat
         print(f"installing {', '.join(contender.packages)} in an environment of its own", file=sys.stderr)
         venv.create(place, with_pip=True, clear=True)
         subprocess.run(
-            [python, "-m", "pip", "-qq", "install", "-c", ROOT / "constraints.txt", *requirements], check=True
+            [python, "-m", "pip", "-qq", "install", "-c", ROOT / "requirements" / "constraints.txt", *requirements],
+            check=True,
         )
         (place / "complete").touch()
     return python

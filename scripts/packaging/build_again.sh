@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # usage: build_again.sh FOLDER PYTHON: builds the wheel of PYTHON once more, in another folder, with another time zone, umask,
 # locale and nothing kept but the downloads; fails unless it is equal byte for byte to the one of its name in FOLDER.
-# TOOLS: a Python with the packages of requirements.txt.
+# TOOLS: a Python with the packages of requirements/packaging.txt.
 set -euo pipefail
 : "${2:?usage: build_again.sh FOLDER PYTHON}"
 folder=$(cd "$1" && pwd) python=$(realpath --no-symlinks "$2")
-tools=$(realpath --no-symlinks "${TOOLS:?a Python with the packages of requirements.txt}")
+tools=$(realpath --no-symlinks "${TOOLS:?a Python with the packages of requirements/packaging.txt}")
 cd "$(dirname "$0")/../.."
 again=$(mktemp -d)
 trap 'rm -rf "$again"' EXIT

@@ -3,9 +3,9 @@
 
     build_deps.py --prefix DIR [--jobs N] [--check]
 
-The Python that runs this has the packages of requirements.txt. Each library is built once: the prefix remembers by
-which sources, flags and compiler, and the next call does what is missing. ``setup.py`` takes the prefix, with the
-compiler in it, as ``TENSORIZER_STATIC_DEPS``.
+The Python that runs this has the packages of requirements/packaging.txt. Each library is built once: the prefix
+remembers by which sources, flags and compiler, and the next call does what is missing. ``setup.py`` takes the prefix,
+with the compiler in it, as ``TENSORIZER_STATIC_DEPS``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     build_wheel.py [--out DIR] [--cache DIR] [--jobs N] PYTHON ...
 
-The Python that runs this has the packages of requirements.txt; each PYTHON has torch, setuptools, wheel and ninja. What
-git tracks or would track is copied and built. Tools, libraries and object files are kept in ``--cache``.
+The Python that runs this has the packages of requirements/packaging.txt; each PYTHON has torch, setuptools, wheel and
+ninja. What git tracks or would track is copied and built. Tools, libraries and object files are kept in ``--cache``.
 """
 
 from __future__ import annotations

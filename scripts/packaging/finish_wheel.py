@@ -3,8 +3,8 @@
 
     finish_wheel.py WHEEL OUT --prefix DIR [--python PYTHON] [--forbid TEXT ...]
 
-The Python that runs this has the packages of requirements.txt. auditwheel decides the platform name and refuses what
-does not run there; check_wheel.py refuses the rest.
+The Python that runs this has the packages of requirements/packaging.txt. auditwheel decides the platform name and
+refuses what does not run there; check_wheel.py refuses the rest.
 """
 
 from __future__ import annotations

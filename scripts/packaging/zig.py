@@ -23,7 +23,7 @@ RUNTIMES = [("libc++", "libcxx", LICENCE), ("libc++abi", "libcxxabi", LICENCE), 
 
 
 def zig_program() -> Path:
-    """The zig of the package ``ziglang`` (requirements.txt) of this Python."""
+    """The zig of the package ``ziglang`` (requirements/packaging.txt) of this Python."""
     import ziglang
 
     return Path(ziglang.__file__).with_name("zig")

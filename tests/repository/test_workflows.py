@@ -72,9 +72,44 @@ def test_what_the_documents_install_is_this_version_and_not_an_earlier_package_o
 
 
 def test_the_filter_that_contributing_shows_matches_a_test():
-    (suite,) = re.findall(r"--gtest_filter=(\w+)\.\*", (ROOT / "CONTRIBUTING.md").read_text())
+    (suite,) = re.findall(r"--gtest_filter=(\w+)\.\*", (ROOT / ".github" / "CONTRIBUTING.md").read_text())
     sources = "".join(path.read_text() for path in (ROOT / "tests" / "native").glob("test_*.cpp"))
     assert re.search(rf"^TEST(_F|_P)?\({suite}, ", sources, re.MULTILINE), suite
+
+
+def test_a_commit_needs_a_subject_of_area_and_deed_and_a_reason(tmp_path):
+    pygrep, yaml = pytest.importorskip("pre_commit.languages.pygrep"), pytest.importorskip("yaml")
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (hook,) = (hook for hook in repository["hooks"] if hook.get("stages") == ["commit-msg"])
+    message = tmp_path / "message"
+
+    def refused(text: str) -> bool:
+        message.write_text(text)
+        command = [sys.executable, "-m", pygrep.__name__, *hook["args"], hook["entry"], str(message)]
+        return subprocess.run(command, capture_output=True, check=False).returncode != 0
+
+    reason = "\n\nThe old way read each file twice.\n"
+    for subject in (
+        "load: reads each file once",
+        ".github, docs: links lead",
+        "x: " + 69 * "y",
+        "Merge branch 'other'",
+    ):
+        assert not refused(subject + reason), subject
+    for subject in ("load: reads each file once.", "reads each file once", "x: " + 70 * "y", "load:", ": reads"):
+        assert refused(subject + reason), subject
+    for body in ("", "\n", "\nThe old way read each file twice.\n", "\n\n# Please enter the commit message\n"):
+        assert refused("load: reads each file once" + body), body
+
+
+def test_make_lists_its_commands_below_four_headings():
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    said = subprocess.run(["make", "-C", str(ROOT), "help"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^(\w+):$", said, re.MULTILINE) == ["Use", "Test", "Package", "GPU"]
+    listed = re.findall(r"^  make ([\w-]+) +\S", said, re.MULTILINE)
+    texts = [(ROOT / name).read_text() for name in ("Makefile", "scripts/gpu.mk")]
+    assert sorted(listed) == sorted(re.findall(r"^([\w-]+):.*  ## ", "\n".join(texts), re.MULTILINE))
 
 
 # -- the site ----------------------------------------------------------------------------------------------------------
@@ -131,7 +166,7 @@ def foreign(tmp_path, monkeypatch):
     tree, programs = tmp_path / "tree", tmp_path / "programs"
     log = tmp_path / "log"
     log.touch()
-    for name in ("Makefile", "constraints.txt", "scripts/trusted.sh"):
+    for name in ("Makefile", "scripts/gpu.mk", "requirements/constraints.txt", "scripts/trusted.sh"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     (tree / "csrc").mkdir()
