@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tensorizer.deserializer import TensorDeserializer as TensorDeserializer
     from tensorizer.encryption import DecryptionParams as DecryptionParams
     from tensorizer.encryption import EncryptionParams as EncryptionParams
+    from tensorizer.integrations.engines import load_stream as load_stream
     from tensorizer.legacy import load_model as load_model
     from tensorizer.legacy import serialize_model as serialize_model
     from tensorizer.serializer import TensorSerializer as TensorSerializer
@@ -78,6 +79,7 @@ _ORIGINS = {
     "TensorDeserializer": "tensorizer.deserializer",
     "DecryptionParams": "tensorizer.encryption",
     "EncryptionParams": "tensorizer.encryption",
+    "load_stream": "tensorizer.integrations.engines",
     "load_model": "tensorizer.legacy",
     "serialize_model": "tensorizer.legacy",
     "TensorSerializer": "tensorizer.serializer",
@@ -140,6 +142,7 @@ __all__ = [
     "load",
     "load_file",
     "load_model",
+    "load_stream",
     "safe_open",
     "save",
     "save_file",

@@ -22,6 +22,7 @@ from tensorizer._format.names import no_such_name
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import lent
 from tensorizer._load.arguments import DeviceArgument, maps, target_device
+from tensorizer._load.digests import verification
 from tensorizer._load.fit import ModuleView
 from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import open_file
@@ -42,7 +43,7 @@ def load_file(
     backend: Optional[str] = None,
     dtype: Optional[torch.dtype] = None,
     filter_func: Optional[FilterFuncType] = None,
-    verify: bool = False,
+    verify: Any = "auto",
     encryption: Any = None,
     mmap: Optional[bool] = False,
     num_readers: Optional[int] = None,
@@ -61,7 +62,10 @@ def load_file(
             and the default ``None`` read into new memory.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
-        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none and raises.
+        verify: What the data are compared with, as for :func:`tensorizer.load_stream`: ``"auto"``, the default, is
+            digests in a ``.tensors`` file; ``"hub"``, what the hub states; a path or URI, a ``SHA256SUMS`` file or a
+            signature of the model; ``True``, digests in the file, of which a ``.safetensors`` file has none and raises;
+            ``False``, nothing.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so if
             possible, as for :class:`tensorizer.TensorDeserializer`.
@@ -79,8 +83,8 @@ def load_file(
     Raises:
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
-        MissingHashError: `verify`, and a tensor has no digest.
-        HashMismatchError: `verify`, and data disagree with their digest.
+        MissingHashError: `verify` wants a digest of a tensor or file that has none.
+        HashMismatchError: Data disagree with their digest.
         CryptographyError: A key is missing, wrong or not wanted.
         AuthenticationError: The file is not what its key or a signature vouches for.
 
@@ -89,9 +93,10 @@ def load_file(
     chosen = target_device("cpu" if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
-    options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None, direct_io=direct_io)
+    options = ReadOptions(chosen, dtype, maps(backend, mmap), direct_io=direct_io)
+    options = options.verifying(verification(verify, stream_options))
     with open_file(lent(filename), access, options, filter_func) as file:
-        return file.as_state_dict(file.read_plain(file.selection))
+        return file.as_state_dict(file.read_whole())
 
 
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -12,14 +13,16 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer import _C
 from tensorizer._format import extra_state, foreign
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.model_files import is_pickled_index, is_pickled_name, only_pickled
 from tensorizer._io.shards import MAX_INDEX_NBYTES, parse_index
-from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
+from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors, nothing, open_source
 from tensorizer._io.uri import local_path
+from tensorizer._load.digests import Verification, check_digest, missing_digest, name_of
 from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
@@ -40,6 +43,8 @@ class Contents(NamedTuple):
     """From each name that shares its tensor with another one to that, whose record it may do without."""
     read: Callable[[Sequence[Record]], list[torch.Tensor]]
     """The tensors of some of the records, of the stored dtype; those of files are in host memory, in C order."""
+    finish: Callable[[], None] = nothing
+    """Called when all have been read, before what was written appears. What it raises ends the work."""
 
 
 def contents_of_file(file: OpenFile, verify: bool) -> Contents:
@@ -65,7 +70,7 @@ def contents_of_file(file: OpenFile, verify: bool) -> Contents:
     ties = {path_of(alias): path_of(kept) for alias, kept in file.ties().items()}
     if file.index.stores_hashes:
         file.read_headers(file.stored)
-    return Contents([record(i) for i in file.stored], metadata, ties, read)
+    return Contents([record(i) for i in file.stored], metadata, ties, read, file.check_files)
 
 
 def _in_memory(records: Sequence[Record], metadata: Optional[Mapping[str, str]], ties: Mapping[Path, Path]) -> Contents:
@@ -267,6 +272,21 @@ def _is_pickle(source: str) -> bool:
 def _head(path: str, nbytes: int = HEAD_NBYTES) -> bytes:
     with open(path, "rb") as file:
         return file.read(nbytes)
+
+
+def check_pickled(files: Sequence[str], verify: Verification) -> None:
+    """Compares pickled files with the digests that they have to have, before anything in them is looked at.
+
+    Raises:
+        HashMismatchError: One of them is another file.
+        MissingHashError: Nothing states the digest of one, or digests in the file are wanted, which a pickle has not.
+    """
+    for path in files if verify.reads else ():
+        with contextlib.closing(open_source(path)) as opened:
+            if verify.files is None:
+                raise missing_digest(opened.name, "a pickle holds no digests")
+            expected = verify.files.of(name_of(opened), opened)
+            check_digest(opened.source, expected, _C.sha256_of(opened.source).hex(), verify.files.origin)
 
 
 def read_pickled(files: Sequence[str], skip_non_tensors: bool = False) -> tuple[dict[str, torch.Tensor], list[str]]:

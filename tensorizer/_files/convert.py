@@ -14,7 +14,14 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.checkpoints import is_checkpoint, reader
-from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
+from tensorizer._files.contents import (
+    Contents,
+    check_pickled,
+    contents_of_file,
+    contents_of_tensors,
+    pickled_files,
+    read_pickled,
+)
 from tensorizer._files.copy import copies_beside, copy_file, has_signature_beside, open_once
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.dtypes import says_dtype
@@ -24,6 +31,7 @@ from tensorizer._io.model_files import index_name
 from tensorizer._io.shards import ORIGIN_KEY, facts_of, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
+from tensorizer._load.digests import Verification, verification
 from tensorizer._load.open_file import OpenFile
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
@@ -54,6 +62,7 @@ def convert(
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
+    verify: Any = "auto",
 ) -> dict[str, Any]:
     """Writes the tensors of one file to another, in another format, dtype or encryption.
 
@@ -93,6 +102,8 @@ def convert(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
         public_key: Keys, one of which must have signed the source, as for :class:`tensorizer.TensorDeserializer`.
+        verify: What the source is compared with while it is read, as for :func:`tensorizer.load_stream`; the target
+            appears only if it is right. ``"auto"``, the default, is digests in a ``.tensors`` file.
 
     Returns:
         What was done, by name: ``source`` and ``target``; ``format`` of the target; ``files``, the written ones,
@@ -109,6 +120,7 @@ def convert(
             `max_shard_size`, other files of the model of that name exist (a single file, other shards, their index)
             that are not read: `force` replaces none of them.
         HashMismatchError: The source disagrees with its digests, or the target with what was written.
+        MissingHashError: `verify` wants a digest of a tensor or file that has none.
         CryptographyError: A key is missing, wrong or not wanted.
         AuthenticationError: The source differs from what its key or a signature vouches for.
         FormatError: The source is not a file of tensors, or a folder with several sets of weights.
@@ -123,7 +135,9 @@ def convert(
         trust = Trust.of(public_key, False)
         reading = Access.to_read(decryption, stream_options, trust=trust)
         to_format = format_of(target, format)
-        contents, skipped, files_read, file = _open_contents(stack, source, reading, skip_non_tensors, to_format)
+        contents, skipped, files_read, file = _open_contents(
+            stack, source, reading, skip_non_tensors, to_format, verification(verify, stream_options)
+        )
         shown_source = shown_location(source) if file is None else file.source_name
         options = WriteOptions(
             format=format,
@@ -213,7 +227,12 @@ def _check_is_told_from_folders(target: Any) -> None:
 
 
 def _open_contents(
-    stack: contextlib.ExitStack, source: Any, access: Access, skip_non_tensors: bool, to_format: str
+    stack: contextlib.ExitStack,
+    source: Any,
+    access: Access,
+    skip_non_tensors: bool,
+    to_format: str,
+    verify: Verification,
 ) -> tuple[Contents, list[str], list[Any], Optional[OpenFile]]:
     """The tensors of a source, the names of values that are left out, the files that they come from, and the open file,
     if any."""
@@ -224,10 +243,12 @@ def _open_contents(
     if files:
         if access.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
+        check_pickled(files, verify)
         tensors, skipped = read_pickled(files, skip_non_tensors)
         return contents_of_tensors(tensors), skipped, [source, *files], None
-    file = stack.enter_context(open_once(source, access, twice=False))
-    return contents_of_file(file, verify=file.index.stores_hashes), [], file.opened.locations, file
+    file = stack.enter_context(open_once(source, access, verify))
+    stored = file.index.stores_hashes if verify.where_stored else bool(verify.stored)
+    return contents_of_file(file, verify=stored), [], file.opened.locations, file
 
 
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:

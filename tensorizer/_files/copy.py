@@ -22,6 +22,7 @@ from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError, UnsupportedContentError
 
 if TYPE_CHECKING:
+    from tensorizer._load.digests import Verification
     from tensorizer._load.open_file import OpenFile
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -52,28 +53,23 @@ def has_signature_beside(source: Any) -> bool:
 # --- read once -------------------------------------------------------------------------------------------------------
 
 
-def open_once(source: Any, access: Access, *, twice: bool) -> OpenFile:
-    """Opens a file as :func:`open_whole`, for a caller that reads it `twice`, or not in its order.
+def open_once(source: Any, access: Access, verify: Verification) -> OpenFile:
+    """Opens a file as :func:`open_whole`, for a caller that does not read it in its order.
 
-    A remote file is copied to a temporary file without a name first where it would be asked for twice: if the caller
-    reads it twice, and if the server knows no ranges. Where the temporary folder has no room for it, it is read as it
-    is. The reads of a copy in the cache of the node need none.
+    Where a server knows no ranges, the file is copied to a temporary file without a name first. If the temporary folder
+    has no room for it, it is read as it is. The reads of a copy in the cache of the node need none.
     """
     from tensorizer._load.open_file import WHOLE, file_of
     from tensorizer._load.open_index import chooser
 
     opened = open_files(source, access.stream_options, chooser(access))
     try:
-        if isinstance(opened, OpenedSource) and (_is_asked_each_time(opened) if twice else _lacks_ranges(opened)):
+        if isinstance(opened, OpenedSource) and _lacks_ranges(opened):
             opened = _spooled(opened)
     except BaseException:
         opened.close()
         raise
-    return file_of(opened, access, WHOLE)
-
-
-def _is_asked_each_time(opened: OpenedSource) -> bool:
-    return isinstance(opened.source, (_C.HttpSource, _C.RedisSource, _C.PyRangeSource))
+    return file_of(opened, access, WHOLE.verifying(verify)._replace(allow_missing_hashes=not verify.stored))
 
 
 def _lacks_ranges(opened: OpenedSource) -> bool:

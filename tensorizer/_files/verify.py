@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
-from tensorizer import _C
 from tensorizer._files.checkpoints import is_checkpoint, reader
 from tensorizer._files.copy import open_once
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access, Trust
+from tensorizer._load.digests import GivenDigest, verification
 from tensorizer._load.open_file import OpenFile
-from tensorizer._system.redaction import shown_location, shown_uri
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TensorizerError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
@@ -24,7 +24,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class Mismatch(NamedTuple):
-    """A tensor whose data differ from what was written."""
+    """A tensor, or a file, whose data differ from what was written."""
 
     name: Name
     reason: str
@@ -44,8 +44,9 @@ class VerifyReport:
     index_matches: Optional[bool]
     """Whether the index has the digest that is stored with it; ``None`` where there is none."""
     sha256: Optional[str]
-    """SHA-256 of the whole file, where it was compared."""
+    """SHA-256 of the whole file, where it was compared; ``None`` for a model of several files."""
     sha256_matches: Optional[bool]
+    """Whether all files have the SHA-256 that they must have; ``None`` where none was given."""
     nbytes: int
     """Payload bytes that were read."""
     seconds: float = field(compare=False)
@@ -56,6 +57,8 @@ class VerifyReport:
     """What was found to vouch for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
     signers: tuple[str, ...] = ()
     """Public keys of the signatures that were checked and are right, as hexadecimal digits."""
+    differing: tuple[Mismatch, ...] = ()
+    """Files that have another SHA-256 than `sha256` or `verify` states."""
 
     @property
     def may_be_right(self) -> bool:
@@ -99,6 +102,7 @@ def verify(
     stream_options: Optional[Mapping[str, Any]] = None,
     public_key: PublicKeyArgument = None,
     require_authenticated: Optional[bool] = None,
+    verify: Any = "auto",
 ) -> VerifyReport:
     """Reads every tensor and compares it with the digests and authentication codes in the file.
 
@@ -107,27 +111,31 @@ def verify(
             folder of ``TensorizerWriter``, local or on ``s3://``, of which values that are no tensors are checked, too.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
-        sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere. A remote file is
-            copied to the temporary folder first, if there is room, so that it is read once.
+        sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere.
         fail_fast: Ends at the first tensor that does not match.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
+        verify: What whole files are compared with, too, as for :func:`tensorizer.load_stream`: ``"hub"``, or a path or
+            URI of a ``SHA256SUMS`` file or a signature of the model.
 
     Returns:
         The report. Tensors without data count as verified: there is nothing that could be wrong. A ``.safetensors``
-        file holds no digests, so only its structure can be checked, unless `sha256` is given; the report says so in
-        ``unverified``.
+        file holds no digests, so only its structure can be checked, unless `sha256` or `verify` is given; the report
+        says so in ``unverified``. Each file is read once.
 
     Raises:
         CryptographyError: The file is encrypted and there is no key.
         AuthenticationError: The key is wrong, or the index differs from what the key or a signature vouches for.
         FormatError: Not a file of tensors, or one whose structure is damaged.
         OSError: It cannot be opened or read.
-        ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.
+        MissingHashError: `verify` states nothing of a file.
+        ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file; ``verify="hub"`` of a
+            file that is not from the hub.
     """
+    checks = verification(verify, stream_options)
     wanted = None if sha256 is None else sha256.strip().lower()
     if wanted is not None and not _SHA256.match(wanted):
         raise ValueError(f"sha256: expected 64 hexadecimal digits, got {len(wanted)} characters")
@@ -137,18 +145,21 @@ def verify(
     if is_checkpoint(source, stream_options):
         if wanted is not None:
             raise ValueError(f"sha256: expected one file, got the checkpoint {shown_location(source)}")
+        if checks.files is not None:
+            raise ValueError(f"verify: expected a model, got the checkpoint {shown_location(source)}")
         found: VerifyReport = reader().verify(source, access, filter_func, fail_fast)
         return found
-    with open_once(source, access, twice=wanted is not None) as file:
+    if wanted is not None:
+        checks = checks._replace(files=GivenDigest(wanted))
+    with open_once(source, access, checks) as file:
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
-        source = file.source
-        if wanted is not None and source is None:
+        if wanted is not None and file.shard_names:
             raise ValueError(f"sha256: expected one file, got the shards of {file.source_name}")
         verified: list[Name] = []
         mismatched: list[Mismatch] = []
         unverified: list[Name] = []
         nbytes = 0
-        total = sum(map(file.index.data_nbytes, chosen)) + (source.size() or 0 if wanted and source else 0)
+        total = sum(map(file.index.data_nbytes, chosen))
         with progress_reporter(progress, total, "verifying") as report:
             for batch in file.runs(chosen):
                 for i, error in _errors_of(file, batch):
@@ -167,9 +178,13 @@ def verify(
                     report(nbytes)
                 if fail_fast and mismatched:
                     break
-            digest = None
-            if source is not None and wanted is not None and not (fail_fast and mismatched):
-                digest = _C.sha256_of(source, None if report is None else lambda done: report(nbytes + done)).hex()
+            differing: list[Mismatch] = []
+            compares = checks.files is not None and not (fail_fast and mismatched)
+            for of_file in file.readers if compares else ():
+                try:
+                    of_file.check_sha256()
+                except HashMismatchError as error:
+                    differing.append(Mismatch(of_file.source_name, str(error)))
         return VerifyReport(
             source=file.source_name,
             format=file.index.format,
@@ -177,13 +192,14 @@ def verify(
             mismatched=tuple(mismatched),
             unverified=tuple(unverified),
             index_matches=file.index_matches,
-            sha256=digest,
-            sha256_matches=None if digest is None or wanted is None else digest == wanted,
+            sha256=file.readers[0].sha256 if len(file.readers) == 1 else None,
+            sha256_matches=not differing if compares else None,
             nbytes=nbytes,
             seconds=time.monotonic() - begin,
-            sharded=source is None,
+            sharded=bool(file.shard_names),
             authenticated=file.authenticated,
             signers=tuple(signer.hex() for signer in file.signers),
+            differing=tuple(differing),
         )
 
 
@@ -217,26 +233,3 @@ def _errors_of(file: OpenFile, batch: Sequence[int]) -> Iterator[tuple[int, Opti
         return
     for i in batch:
         yield from _errors_of(file, [i])
-
-
-def sha256_of_hub_file(uri: str) -> str:
-    """The SHA-256 that the hub states for a large file (it is the file's ETag there).
-
-    Args:
-        uri: ``hf://org/name[@revision]/path``.
-
-    Raises:
-        ValueError: Another URI.
-        FormatError: The hub states none, as for small files that it keeps in git.
-        ImportError: The package ``huggingface_hub`` is not installed.
-    """
-    match = re.fullmatch(r"hf://(?:models/)?((?!(?:datasets|spaces|buckets)/)[^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
-    if match is None:
-        raise ValueError(f"expected a file of a model repository, hf://org/name[@revision]/path, got {shown_uri(uri)}")
-    import huggingface_hub
-
-    url = huggingface_hub.hf_hub_url(match[1], match[3], revision=match[2])
-    etag = huggingface_hub.get_hf_file_metadata(url).etag or ""
-    if not _SHA256.match(etag):
-        raise FormatError(f"{shown_uri(uri)}: the hub states no SHA-256 for it")
-    return etag

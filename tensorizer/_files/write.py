@@ -336,7 +336,10 @@ class _Writing:
     def _write_one(self, target: Any, run: range) -> list[int]:
         open_target = self._tensors_target if self._plan.format == "tensors" else self._safetensors_target
         with open_target(target, run) as write:
-            return self._copy(self._plan.records[run.start : run.stop], write)
+            crcs = self._copy(self._plan.records[run.start : run.stop], write)
+            if run.stop == len(self._plan.records):
+                self._contents.finish()
+            return crcs
 
     @contextlib.contextmanager
     def _tensors_target(self, target: Any, run: range) -> Iterator[Write]:

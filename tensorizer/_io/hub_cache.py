@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import builtins
 import re
+import urllib.parse
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Optional, cast
+from typing import Any, BinaryIO, Optional, cast
 
-from tensorizer._system.redaction import shown_uri, without_secrets
+from tensorizer._io.uri import local_path
+from tensorizer._system.redaction import shown_location, shown_uri, without_secrets
 from tensorizer.errors import StreamNotFoundError
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _FILE = re.compile(rf"(?i:hf)://(?:models/)?((?!(?:datasets|spaces|buckets)/){_PART}/{_PART})(?:@([^/]+))?/(.+)\Z")
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 # What HTTP clients call the errors of requests that got no answer: httpx, requests.
 _NO_ANSWER = {"TransportError", "ConnectionError", "Timeout", "OfflineModeIsEnabled"}
@@ -50,6 +53,41 @@ def snapshot(repo: str, revision: Optional[str]) -> Optional[Path]:
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
     folder = base / "snapshots" / commit
     return folder if folder.is_dir() else None
+
+
+def stated_sha256(location: Any) -> Optional[str]:
+    """The SHA-256 that the hub states for a large file (its ETag there); ``None`` where it states none.
+
+    A large file in the cache is a link to one whose name is its SHA-256, as the hub stated it when it was fetched.
+
+    Args:
+        location: A path in the cache, ``hf://org/name[@revision]/path``, or the address of a file of the hub.
+
+    Raises:
+        ValueError: It is not from the hub.
+        ImportError: The package ``huggingface_hub`` is not installed.
+    """
+    path, stated = local_path(location), None
+    if path is not None:
+        blob = Path(path).resolve()
+        if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--"):
+            stated = blob.name
+    else:
+        import huggingface_hub
+
+        found = _FILE.match(location)
+        address = location if location.startswith(f"{huggingface_hub.constants.ENDPOINT}/") else None
+        if found is not None:
+            revision = None if found[2] is None else urllib.parse.unquote(found[2])
+            address = huggingface_hub.hf_hub_url(found[1], found[3], revision=revision)
+        if address is not None:
+            stated = huggingface_hub.get_hf_file_metadata(address).etag or ""
+    if stated is None:
+        raise ValueError(
+            f"{shown_location(location)}: expected a file of the hub or of its cache, since the hub is asked for its "
+            "SHA-256, got another one"
+        )
+    return stated if _SHA256.match(stated) else None
 
 
 def is_down(error: Optional[BaseException]) -> bool:

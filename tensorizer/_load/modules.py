@@ -159,6 +159,7 @@ class ModuleFill:
         names = [*loaded, *states]
         tensors = dict(zip(names, self._file.load([self._stored[name] for name in names], verify_hash)))
         self._states.update({name: tensors.pop(name).detach() for name in states})
+        self._file.check_files()
         self._note_conflicts(tensors)
         if self.hands_over:
             self._hand_over(tensors)

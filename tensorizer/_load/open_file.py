@@ -353,7 +353,7 @@ class OpenFile(OpenIndex):
         self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
     ) -> Iterator[LoadedBatch]:
         """Batches of the entries (ascending) on their device, in the wanted dtype, as Parameters or plain tensors."""
-        parts = self._parts(entries)
+        parts = self.parts(entries)
         _expect(parts)
         pending = [part.reader.begin(part.entries, verify, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
@@ -383,7 +383,7 @@ class OpenFile(OpenIndex):
         self._check_readable()
         records = [i if self.is_stored(i) else self.aliases[i] for i in entries] if self.aliases else entries
         tensors: dict[int, torch.Tensor] = {}
-        parts = self._parts(sorted(set(records)))
+        parts = self.parts(sorted(set(records)))
         _expect(parts)
         for part in parts:
             loaded = self._noted(part.of_all(part.reader.read_raw(part.entries, verify)))
@@ -403,6 +403,12 @@ class OpenFile(OpenIndex):
                 tensors.update(zip(batch.entries, batch.tensors))
         return [tensors[i] for i in wanted]
 
+    def read_whole(self) -> list[torch.Tensor]:
+        """All that is selected, as :meth:`read_plain`; and what its files have to be is compared."""
+        tensors = self.read_plain(self.selection)
+        self.check_files()
+        return tensors
+
     def runs(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
         """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
         return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
@@ -421,6 +427,23 @@ class OpenFile(OpenIndex):
         self._verify = self.checks_whole if verify_hash is None else bool(verify_hash)
         if self._verify:
             self.verify_index()
+
+    def check_files(self, progress: Progress = None) -> None:
+        """Compares whole files with the digests that they have to have, where the load says so.
+
+        Raises:
+            HashMismatchError: One of them is another file.
+        """
+        for reader in self.readers:
+            reader.check_sha256(progress)
+
+    @property
+    def verified_by(self) -> Optional[str]:
+        """What the data are compared with when they are read; ``None`` for nothing."""
+        files = self.options.verification.files
+        if files is not None:
+            return files.origin
+        return "the digests in it" if self._verify else None
 
     def must_verify(self, verify_hash: Optional[bool]) -> bool:
         """What a call's ``verify_hash`` means; ``None`` is what :meth:`verify_by` was told."""
@@ -599,12 +622,14 @@ def file_of(
             options = options._replace(dtype=as_dtype(options.dtype))
         if isinstance(opened, OpenedShards):
             access = _of_each(access, len(opened.files))
-            readers = [open_reader(shard, access, options, filter_func) for shard in opened.files.values()]
+            readers = [open_reader(shard, access, options, filter_func, name) for name, shard in opened.files.items()]
         else:
             readers = [open_reader(opened, access, options, filter_func)]
         file = OpenFile(opened, readers, access, options, filter_func)
         if not options.without_key:
             file.verify_by(options.verify_hash)
+            if options.verification.where_stored and file.index.stores_hashes:
+                file.verify_by(True)
     except BaseException:
         opened.close()
         raise

@@ -262,7 +262,7 @@ class OpenIndex(AbstractContextManager[Any]):
         self._check_readable()
         if not self.index.stores_hashes:
             return
-        for part in self._parts([i for i in entries if i < self.index.entry_count and i not in self._headers]):
+        for part in self.parts([i for i in entries if i < self.index.entry_count and i not in self._headers]):
             wanted = [i for i in part.entries if i < part.reader.index.entry_count]
             if wanted:
                 self._noted(part.of_all(part.reader.read_headers(wanted)))
@@ -273,7 +273,8 @@ class OpenIndex(AbstractContextManager[Any]):
         if self.readable:
             self.read_headers([i for i in entries if lacks_name(self.index.dtype(i))])
 
-    def _parts(self, entries: Iterable[int]) -> list[FilePart]:
+    def parts(self, entries: Iterable[int]) -> list[FilePart]:
+        """What each file holds of `entries` (ascending)."""
         if not isinstance(self.index, JoinedIndex):
             return [FilePart(self.readers[0], 0, entries if isinstance(entries, Sequence) else list(entries))]
         by_file: dict[int, list[int]] = {}

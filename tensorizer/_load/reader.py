@@ -24,6 +24,7 @@ from tensorizer._format.names import Name, listed, name_text
 from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.arguments import DeviceChooser
+from tensorizer._load.digests import Verification, check_digest, name_of
 from tensorizer._load.open_index import LoadedBatch, read_index
 from tensorizer._system import cgroup, cuda_engine, perf
 from tensorizer._system.config import ranks_of_node
@@ -55,8 +56,17 @@ class ReadOptions(NamedTuple):
     mmap: Optional[bool] = False  # None: where nothing speaks against it, see _may_map
     verify_hash: Optional[bool] = None
     allow_missing_hashes: bool = False
+    verification: Verification = Verification()
     without_key: bool = False  # opens the index of an encrypted file without one; its tensors cannot be read then
     direct_io: Optional[str] = None
+
+    def verifying(self, verify: Verification) -> ReadOptions:
+        """The same, for an argument ``verify=``."""
+        return self._replace(
+            verify_hash=verify.stored,
+            allow_missing_hashes=self.allow_missing_hashes or verify.where_stored,
+            verification=verify,
+        )
 
 
 #: To the host, as plain copies of what the file has.
@@ -66,7 +76,7 @@ AS_STORED = ReadOptions()
 class Handle(NamedTuple):
     """What a read needs of an open file. It is forgotten with the key when the file is closed."""
 
-    source: _C.RangeSource
+    source: _C.RangeSource  # a HashedSource over the file's own, where its digest is to be compared
     keys: Optional[_C.KeyRing]
     mapping: Optional[_C.FileMapping]
     close: Callable[[], None]
@@ -88,6 +98,9 @@ class FileReader:
         max_workers: Upper bound for reading threads; 0: as many as are useful.
         direct_io: Whether the file is read past the page cache.
         factory: Makes tensors of loaded memory.
+        own_source: The source of the file itself; ``None`` once it is closed.
+        expected_sha256: What the whole file has to have; ``None`` where it is not compared, or not any more.
+        sha256: What the whole file has, once that was compared.
     """
 
     def __init__(
@@ -99,13 +112,18 @@ class FileReader:
         max_workers: int,
         direct_io: DirectIO,
         options: ReadOptions,
+        own_source: _C.RangeSource,
     ) -> None:
         self.index, self.names, self.selection = index, names, selection
-        self.source_name = handle.source.name
-        source = handle.source
+        self.source_name = own_source.name
+        self.own_source: Optional[_C.RangeSource] = own_source
         self.network = (
-            not source.was_complete if isinstance(source, _C.CacheSource) else isinstance(source, _NETWORK_SOURCES)
+            not own_source.was_complete
+            if isinstance(own_source, _C.CacheSource)
+            else isinstance(own_source, _NETWORK_SOURCES)
         )
+        self.expected_sha256: Optional[str] = None
+        self.sha256: Optional[str] = None
         self.mapped = handle.mapping is not None
         self.max_workers = max_workers
         self.direct_io = direct_io
@@ -120,7 +138,7 @@ class FileReader:
     def close(self) -> None:
         """Closes the file and forgets its key."""
         self._cached_bytes_read = self.cached_bytes_read
-        handle, self._handle = self._handle, None
+        handle, self._handle, self.own_source = self._handle, None, None
         if handle is not None:
             handle.close()
 
@@ -143,8 +161,13 @@ class FileReader:
     @property
     def cached_bytes_read(self) -> int:
         """Bytes that came from the cache of the node so far, also when the file is closed."""
-        source = None if self._handle is None else self._handle.source
+        source = self.own_source
         return source.cached_bytes_read if isinstance(source, _C.CacheSource) else self._cached_bytes_read
+
+    def map_again(self) -> Optional[_C.FileMapping]:
+        """A mapping of its own for some tensors: its memory goes with them. ``None`` where the file is not mapped."""
+        source = self.own_source
+        return source.map() if self.mapped and isinstance(source, _C.FileSource) else None
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +203,54 @@ class FileReader:
         parts = list(self._by_device(entries))
         if not all(self._lands(device, part) for device, part in parts):
             return None
+        if len(parts) > 1 and self.expected_sha256 is not None:  # they would wait for each other's bytes
+            return None
         return [self._begin(device, part, verify, plain) for device, part in parts]
+
+    def begin_group(
+        self, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping] = None
+    ) -> Optional[list[PendingBatch]]:
+        """As :meth:`begin`, plain, and also of what is converted or moved once it is there, for callers that limit how
+        much is loaded at a time: views of `mapping`, or memory of the tensors' own.
+
+        ``None`` where the parts for several devices have to be read one after the other.
+        """
+        parts = list(self._by_device(entries))
+        if len(parts) > 1 and self.expected_sha256 is not None:
+            return None
+        return [self._begin_any(device, part, verify, mapping) for device, part in parts]
+
+    def _begin_any(
+        self, device: torch.device, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping]
+    ) -> PendingBatch:
+        lands_on = device if self._stays(device) else _HOST
+        batch, finish = self._begin(lands_on, entries, verify, plain=True, mapping=mapping)
+        if self._lands(device, entries):
+            return batch, finish
+
+        def moved() -> LoadedBatch:
+            raw = finish()
+            with ordinary_tensors():
+                tensors = [self._moved(entry, tensor, device, True) for entry, tensor in zip(entries, raw.tensors)]
+            return LoadedBatch(entries, tensors, raw.headers)
+
+        return batch, moved
+
+    def check_sha256(self, progress: Progress = None) -> None:
+        """Compares the whole file with the digest that it has to have, if any; what no load has read is read now.
+
+        Raises:
+            HashMismatchError: It is another file.
+            OSError: The rest cannot be read.
+        """
+        wanted = self.expected_sha256
+        if wanted is None:
+            return
+        source = self.handle.source
+        assert isinstance(source, _C.HashedSource)
+        self.sha256, self.expected_sha256 = source.finish(progress).hex(), None
+        assert self._options.verification.files is not None
+        check_digest(source, wanted, self.sha256, self._options.verification.files.origin)
 
     def read(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
@@ -229,9 +299,14 @@ class FileReader:
         into: Optional[Sequence[torch.Tensor]] = None,
         *,
         headers_only: bool = False,
+        mapping: Optional[_C.FileMapping] = None,
     ) -> _C.LoadBatch:
-        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`."""
-        source, keys, mapping, _ = self.handle
+        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`.
+
+        Of a mapped file they are views of `mapping`; ``None`` is the one that all loads of the file share.
+        """
+        source, keys, shared, _ = self.handle
+        mapping = shared if mapping is None else mapping
         on_host = device.type == "cpu"
         allocates = not on_host and into is None
         with ordinary_tensors():
@@ -272,9 +347,16 @@ class FileReader:
         """Whether tensors are loaded to their final addresses as they are wanted."""
         return self._stays(device) and not self._casts_any(entries)
 
-    def _begin(self, device: torch.device, entries: Sequence[int], verify: bool, plain: bool) -> PendingBatch:
+    def _begin(
+        self,
+        device: torch.device,
+        entries: Sequence[int],
+        verify: bool,
+        plain: bool,
+        mapping: Optional[_C.FileMapping] = None,
+    ) -> PendingBatch:
         """A load of what lands on a device, as it is stored."""
-        batch = self.batch(entries, verify, device)
+        batch = self.batch(entries, verify, device, mapping=mapping)
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
@@ -349,19 +431,28 @@ class FileReader:
 
 
 def open_reader(
-    opened: OpenedSource, access: Access, options: ReadOptions, filter_func: Optional[FilterFuncType] = None
+    opened: OpenedSource,
+    access: Access,
+    options: ReadOptions,
+    filter_func: Optional[FilterFuncType] = None,
+    name: Optional[str] = None,
 ) -> FileReader:
-    """Parses the index of an opened file, and checks what vouches for it.
+    """Parses the index of an opened file, and checks what vouches for it. `name` is its own in the model's folder.
 
     Raises:
         FormatError: Not a ``.tensors`` file, an unknown version, a damaged index.
         CryptographyError: The file is encrypted and there is no key, or the other way round.
         AuthenticationError: Its index is not what its key or a signature vouches for.
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
+        MissingHashError: Nothing states the digest of the file that it is to be compared with.
     """
     max_workers = access.max_workers
     choice = check_direct_io(options.direct_io)
     direct_io = DirectIO(opened.source, choice)
+    own_source, files = opened.source, options.verification.files
+    sha256 = None if files is None else files.of(name_of(opened) if name is None else name, opened)
+    if sha256 is not None:
+        opened = opened._replace(source=_C.HashedSource(own_source))
     index, keys = read_index(opened, access, options.without_key)
     names: list[Name] = index.names()
     selection: Sequence[int] = range(len(names))
@@ -369,19 +460,22 @@ def open_reader(
         selection = [i for i, name in enumerate(names) if filter_func(name)]
     maps = options.mmap
     if maps is None:
-        maps = choice != "always" and _may_map(opened.source, index, names, selection, options)
+        checked = sha256 is not None or (options.verification.where_stored and index.stores_hashes)
+        maps = not checked and choice != "always" and _may_map(own_source, index, names, selection, options)
     mapping: Optional[_C.FileMapping] = None
     if maps:
-        if not isinstance(opened.source, _C.FileSource):
+        if not isinstance(own_source, _C.FileSource):
             raise ValueError(f"mmap=True: {opened.name} cannot be mapped; only local files can")
         try:
-            mapping = opened.source.map()
+            mapping = own_source.map()
         except OSError as error:  # some file systems cannot, of which nobody has a list
             if options.mmap:
                 raise
             logger.debug("%s: read, since it cannot be mapped: %s", opened.name, error)
     handle = Handle(opened.source, keys, mapping, opened.close)
-    return FileReader(handle, index, names, selection, max_workers, direct_io, options)
+    reader = FileReader(handle, index, names, selection, max_workers, direct_io, options, own_source)
+    reader.expected_sha256 = sha256
+    return reader
 
 
 def _may_map(

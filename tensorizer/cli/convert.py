@@ -10,7 +10,7 @@ from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import counted, size_text
 from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, encryption, key_paths
-from tensorizer.cli.options import add_common, add_force, stream_options
+from tensorizer.cli.options import add_common, add_force, add_verify, stream_options
 from tensorizer.cli.output import OK, Output, escaped
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -49,6 +49,7 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("--no-check", action="store_true", help="do not read the target back")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    add_verify(parser)
     add_force(parser)
     add_key_options(parser, "the target", generate=True)
     add_key_options(parser, "the source", prefix="in-")
@@ -86,6 +87,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         force=arguments.force,
         progress=output.progress(),
         stream_options=options,
+        verify=arguments.verify,
     )
     print_report(report, output)
     return OK

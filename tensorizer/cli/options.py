@@ -44,6 +44,17 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing target")
 
 
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verify",
+        metavar="WITH",
+        default="auto",
+        help="compare whole files with a SHA256SUMS file or a signature of the model (OpenSSF), a path or URI; hub: "
+        "with what the hub states; auto, the default: digests in the file",
+    )
+    parser.add_argument("--hub", action="store_const", const="hub", dest="verify", help="short for --verify hub")
+
+
 def add_filter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
 

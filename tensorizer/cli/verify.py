@@ -10,7 +10,7 @@ from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import size_text
 from tensorizer.cli.keys import add_key_options, decryption
-from tensorizer.cli.options import NO_SUCH_NAME, add_common, add_filter, name_filter, stream_options
+from tensorizer.cli.options import NO_SUCH_NAME, add_common, add_filter, add_verify, name_filter, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ def add_parsers(commands: Any) -> None:
         "verify",
         help="compare the data of a file with its digests",
         description="Reads every tensor and compares it with the digests and authentication codes in the file. "
-        "A .safetensors file has no digests: its structure is checked; --sha256 and --hub check its bytes.",
+        "A .safetensors file has no digests: its structure is checked; --sha256 and --verify check its bytes.",
     )
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards; a checkpoint folder"
     )
     add_filter(parser)
     parser.add_argument("--sha256", metavar="HEX", help="the expected SHA-256 of the whole file")
-    parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest of the hub")
+    add_verify(parser)
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first tensor that does not match")
     group = parser.add_argument_group("signature")
     group.add_argument(
@@ -43,7 +43,7 @@ def add_parsers(commands: Any) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     with cli.imports():
         from tensorizer._files.inspect import is_encrypted
-        from tensorizer._files.verify import sha256_of_hub_file, verify
+        from tensorizer._files.verify import verify
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
@@ -55,12 +55,13 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             file,
             encryption=key,
             filter_func=name_filter(arguments),
-            sha256=sha256_of_hub_file(file) if arguments.hub else arguments.sha256,
+            sha256=arguments.sha256,
             fail_fast=arguments.fail_fast,
             num_readers=arguments.num_readers,
             progress=output.progress(),
             stream_options=options,
             public_key=arguments.public_key,
+            verify=arguments.verify,
         )
         reports.append(report)
         if not output.json and (_has_checked(report, arguments) or not report.ok):
@@ -93,15 +94,20 @@ def _print(report: VerifyReport, output: Output) -> None:
         output.line("  authenticated by its key")
     for mismatch in report.mismatched:
         output.line(f"  {escaped(mismatch.reason)}")
-    if report.sha256_matches is not None:
-        output.line(f"  SHA-256 of the file {'matches' if report.sha256_matches else 'differs: found'} {report.sha256}")
+    for differing in report.differing:
+        output.line(f"  {escaped(differing.reason)}")
+    if report.sha256_matches:
+        which = f"file matches {report.sha256}" if report.sha256 else "files matches"
+        output.line(f"  SHA-256 of the {which}")
+    elif report.sha256_matches is not None:
+        return
     elif report.format == "safetensors":
-        hint = "" if report.sharded else " (--sha256 checks the bytes of a file)"
+        hint = " (--verify checks the bytes)"
         output.note(f"  a .safetensors file has no digests: only its structure was checked{hint}")
 
 
 def _document(report: VerifyReport) -> dict[str, Any]:
     content = dataclasses.asdict(report)
     content.pop("sharded")
-    mismatched = [mismatch._asdict() for mismatch in report.mismatched]
-    return {"ok": report.ok, **content, "verified": len(report.verified), "mismatched": mismatched}
+    of_rows = {name: [row._asdict() for row in getattr(report, name)] for name in ("mismatched", "differing")}
+    return {"ok": report.ok, **content, "verified": len(report.verified), **of_rows}

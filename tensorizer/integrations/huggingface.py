@@ -12,6 +12,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer._load.arguments import one_device
+from tensorizer._load.digests import verification
 from tensorizer._system.devices import as_device
 from tensorizer.progress import ProgressArgument, terminal_bar
 from tensorizer.signing import PublicKeyArgument
@@ -106,7 +107,7 @@ def from_pretrained(
     quantization_config: Any = None,
     config: Any = None,
     strict: bool = True,
-    verify: bool = False,
+    verify: Any = "auto",
     encryption: Any = None,
     public_key: PublicKeyArgument = None,
     require_authenticated: Optional[bool] = None,
@@ -145,7 +146,10 @@ def from_pretrained(
         config: A configuration instead of the one of the folder.
         strict: Raises if tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
             missing ones: from a base model to one with a head and back.
-        verify: Compares the data with the stored digests; ``.safetensors`` files have none and raise.
+        verify: What the weights are compared with, as for :func:`tensorizer.load_stream`: ``"auto"``, the default, is
+            digests in ``.tensors`` files; ``"hub"``, what the hub states; a path or URI, a ``SHA256SUMS`` file or a
+            signature of the model; ``True``, digests in the files, of which ``.safetensors`` files have none and raise;
+            ``False``, nothing.
         encryption: The key of encrypted weights (:class:`tensorizer.DecryptionParams`).
         public_key: Who has to have signed the weights, as for :class:`tensorizer.TensorDeserializer`; configurations
             are not covered.
@@ -158,8 +162,8 @@ def from_pretrained(
         mmap: ``True`` makes the tensors copy-on-write views of local, unencrypted weights. The call returns at once,
             and the system reads a page when it is first used. A program that writes into the file changes the model,
             and a program that truncates it ends the process; replacing the file changes nothing. ``None`` maps on the
-            CPU, as the libraries do, if no tensor is converted, `verify` is not set and the file is not on a network
-            file system. ``False`` reads the file.
+            CPU, as the libraries do, if no tensor is converted or compared and the file is not on a network file
+            system. ``False`` reads the file.
         output_loading_info: Returns ``(model, info)``, with the information of the library.
         progress: ``True`` shows a bar, ``False`` none; a callable is told about bytes done. By default a bar appears on
             a terminal after one second.
@@ -208,6 +212,7 @@ def from_pretrained(
         raise ValueError("mmap: views of a file are on the CPU: leave out device= and device_map=")
     one_device(device)
     check_device_map(device_map)
+    verify = verification(verify, stream_options)
     model, info = load(source, model_class, LoadOptions.among(locals()))
     if not output_loading_info:
         return model
@@ -224,7 +229,7 @@ def load_adapter(
     revision: Optional[str] = None,
     subfolder: str = "",
     strict: bool = True,
-    verify: bool = False,
+    verify: Any = "auto",
     encryption: Any = None,
     public_key: PublicKeyArgument = None,
     require_authenticated: Optional[bool] = None,
@@ -255,6 +260,7 @@ def load_adapter(
     from tensorizer.integrations._hf.folders import LoadOptions, open_folder
     from tensorizer.integrations._hf.objects import load_adapter_into
 
+    verify = verification(verify, stream_options)
     options = LoadOptions.among(locals())
     with open_folder(source, options) as folder:
         return load_adapter_into(model, folder.below(subfolder), options, adapter_name)

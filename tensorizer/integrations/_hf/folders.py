@@ -23,6 +23,7 @@ from tensorizer._io.model_files import absence, each_at_once, is_index_name, is_
 from tensorizer._io.shards import parse_index
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
+from tensorizer._load.digests import AUTO, Verification
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied
 from tensorizer.progress import ProgressArgument
@@ -66,7 +67,7 @@ class LoadOptions:
     quantization_config: Any = None
     config: Any = None
     strict: bool = True
-    verify: bool = False
+    verify: Verification = AUTO
     encryption: Any = None
     public_key: Any = None
     require_authenticated: Optional[bool] = None
@@ -116,6 +117,11 @@ class ModelFolder:
     has_revision = False  # whether it is one revision of a repository
     file: Optional[str] = None  # the file of weights that the caller named
     _below = ""  # the folder inside of what was opened, and a slash
+
+    @property
+    def inside(self) -> str:
+        """The folder inside of what was opened, with a slash at its end; empty for all of it."""
+        return self._below
 
     @property
     def doubt(self) -> str:

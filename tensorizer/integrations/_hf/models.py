@@ -188,7 +188,7 @@ def own_file_of_library(weights: Weights) -> Path:
     options, folder = weights.options, weights.folder
     path = None if weights.pickled else local_path(weights.source)
     trust = Trust.of(options.public_key, options.require_authenticated)
-    asked = options.verify or options.encryption is not None or trust.required
+    asked = options.verify.reads or options.encryption is not None or trust.required
     usual = re.fullmatch(r"model(\.[\w.-]+)?\.safetensors(\.index(\.[\w.-]+)?\.json)?", os.path.basename(path or ""))
     if usual and not asked:
         return Path(str(path))
@@ -403,6 +403,7 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
         with weights.open(device, dtype if dtype in CASTABLE else None, accepts) as part:
             entries = part.flat_names()
             tensors.update(zip(entries, part.load(list(entries.values()))))
+            part.check_files()
     fill.put(tensors)
     return True
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.contents import files_of_index, read_pickled
+from tensorizer._files.contents import check_pickled, files_of_index, read_pickled
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.forms import choose
 from tensorizer._io.model_files import find_model, find_pickled, usual_names
@@ -44,15 +44,20 @@ class Weights(NamedTuple):
     @property
     def _mmap(self) -> Optional[bool]:
         """What was asked for. A model whose data are to be checked is read: a mapping may change afterwards."""
-        checked = self.options.verify or self.options.public_key is not None
+        checked = self.options.verify.reads or self.options.public_key is not None
         return False if self.options.mmap is None and checked else self.options.mmap
 
-    def open(self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None) -> OpenFile:
+    def open(
+        self,
+        device: Any = "cpu",
+        dtype: Optional[torch.dtype] = None,
+        filter_func: Any = None,
+    ) -> OpenFile:
         """The file, with nothing read but its index."""
         options = self.options
         trust = Trust.of(options.public_key, options.require_authenticated)
         access = Access.to_read(options.encryption, self.folder.stream_options, None, options.progress, trust)
-        how = ReadOptions(target_device(device), dtype, self._mmap, options.verify or None)
+        how = ReadOptions(target_device(device), dtype, self._mmap).verifying(options.verify.inside(self.folder.inside))
         return open_file(self.source, access, how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -60,7 +65,7 @@ class Weights(NamedTuple):
         if self.pickled:
             return read_pickled(self.source)[0]
         with self.open() as file:
-            return file.as_state_dict(file.read_plain(file.selection))
+            return file.as_state_dict(file.read_whole())
 
 
 def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:
@@ -101,7 +106,9 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
         raise AuthenticationError(f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches")
     if options.mmap:
         raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
-    return Weights(_pickled_files(folder, name), True, folder, options)
+    files = _pickled_files(folder, name)
+    check_pickled(files, options.verify.inside(folder.inside))
+    return Weights(files, True, folder, options)
 
 
 def _pickled_files(folder: ModelFolder, name: str) -> list[str]:

@@ -1,0 +1,126 @@
+"""The weights of any model, from anywhere, for inference engines: :func:`load_stream`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Union
+
+import torch
+
+from tensorizer._format.entries import FilterFuncType
+from tensorizer._io.uri import scheme_of
+from tensorizer._load.arguments import DeviceArgument
+from tensorizer._load.digests import verification
+from tensorizer._load.stream import TensorStream, check_memory_ahead
+from tensorizer.integrations._hf.folders import LoadOptions, is_repo_id, open_folder
+from tensorizer.integrations._hf.weights import find_weights
+from tensorizer.progress import ProgressArgument
+from tensorizer.signing import PublicKeyArgument
+
+__all__ = ["load_stream"]
+
+_KEYWORDS = (
+    *("device", "dtype", "filter_func", "verify", "encryption", "public_key", "stream_options", "memory", "progress"),
+)
+
+
+def load_stream(
+    source: Union[str, os.PathLike[str]],
+    *,
+    device: DeviceArgument = "cpu",
+    dtype: Optional[torch.dtype] = None,
+    filter_func: Optional[FilterFuncType] = None,
+    verify: Any = "auto",
+    encryption: Any = None,
+    public_key: PublicKeyArgument = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+    memory: Union[int, str, None] = None,
+    progress: ProgressArgument = False,
+    **unknown: Any,
+) -> TensorStream:
+    """Yields the names and tensors of a model one after the other, while threads read the next ones ahead.
+
+    The order is that of the files, and within a file that of its data. Each tensor is yours: it owns its memory, or is
+    a view of memory that is never used again. On the CPU, tensors of a local file on a disk of this machine are
+    copy-on-write views of the file, as long as nothing is converted or compared.
+
+    Args:
+        source: A folder, a file, the id of a hub repository, or a URI: ``hf://org/name@revision``, ``s3://``,
+            ``https://``, whatever fsspec opens. The weights are ``.safetensors`` or ``.tensors``, in one file or in
+            shards with their index, encrypted or signed.
+        device: Where the tensors go; the CPU by default.
+        dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
+        filter_func: Yields only the tensors whose name it accepts.
+        verify: What the data are compared with. ``"auto"``, the default: digests in ``.tensors`` files, nothing of
+            others. ``"hub"``: the SHA-256 that the hub states for its files. A path or URI: a ``SHA256SUMS`` file, or
+            an OpenSSF signature of the model, whose names are relative to the folder of the model. ``True``: digests in
+            the files, which have to be there. ``False``: nothing. Whole files are hashed while they are read.
+            **Tensors are yielded before their file has been compared: do not use them before the loop has ended**
+            (docs/security.md).
+        encryption: The key of encrypted files (:class:`tensorizer.DecryptionParams`).
+        public_key: Keys, one of which must have signed the files, as for :class:`tensorizer.TensorDeserializer`.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint`` or ``cache``.
+        memory: Bytes, or a text like ``"4GB"``, that may be loaded and not yielded yet (or one larger tensor). The
+            default is a tenth of what the control group leaves, at least 1 GiB; to a CUDA device no more than a tenth
+            of its free memory, at least 256 MiB.
+        progress: ``True`` shows a bar; a callable is told about bytes done.
+
+    Returns:
+        An iterator of ``(name, tensor)``. Names that stand for one tensor get the same tensor, one after the other.
+        ``close()``, the end of a ``with``, or dropping it ends loads that are under way, and frees all that was not
+        yielded.
+
+    Raises:
+        FileNotFoundError: No such folder, repository or file, or no weights in it.
+        FormatError: Not files of tensors, damaged ones, or several sets of weights in the folder.
+        HashMismatchError: At the end of a file: it is not what `verify` states.
+        MissingHashError: `verify` states nothing of a file that is loaded.
+        CryptographyError: A key is missing, wrong or not wanted.
+        AuthenticationError: The files are not what their key or a signature vouches for.
+        OSError: A file cannot be opened or read.
+        TypeError: An unknown keyword, or an argument of another type.
+        ValueError: An argument has another value; ``verify="hub"`` of files that are not from the hub.
+
+    >>> import tensorizer
+    >>> tensorizer.save_file({"a": torch.ones(2), "b": torch.zeros(3)}, "model.safetensors")
+    >>> for name, tensor in tensorizer.load_stream("model.safetensors"):
+    ...     print(name, tensor.sum())
+    a tensor(2.)
+    b tensor(0.)
+    """
+    for name in unknown:
+        raise TypeError(f"load_stream() has no argument {name}=; {suggestion(name, _KEYWORDS)}")
+    nbytes = check_memory_ahead(memory)
+    options = LoadOptions(
+        mmap=None,
+        verify=verification(verify, stream_options),
+        encryption=encryption,
+        public_key=public_key,
+        progress=progress,
+        stream_options=stream_options,
+    )
+    with open_folder(source, options) as folder:
+        weights = find_weights(folder, "model", options)
+        return TensorStream(weights.open(device, dtype, filter_func), nbytes)
+
+
+def is_hub_id(source: Any) -> bool:
+    """Whether a source is the id of a repository of the hub, as no local file or folder has that name."""
+    return isinstance(source, str) and "://" not in source and is_repo_id(source) and not os.path.exists(source)
+
+
+def fetch(source: Any) -> None:
+    """Brings the weights of a hub repository into its cache; does nothing for other sources. Raises as open_folder."""
+    if not (is_hub_id(source) or scheme_of(source) == "hf"):
+        return
+    options = LoadOptions()
+    with open_folder(source, options) as folder:
+        find_weights(folder, "model", options)
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """What to write instead of an unknown name."""
+    near = difflib.get_close_matches(name.removeprefix("torch_"), known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(known)}"

@@ -1,0 +1,55 @@
+"""The weights of any model, from anywhere, for SGLang (docs/sglang.md). Nothing of SGLang is imported here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, Union
+
+import torch
+
+from tensorizer.integrations.engines import load_stream
+
+__all__ = ["load_weights", "weights_iterator"]
+
+
+def weights_iterator(
+    source: Union[str, os.PathLike[str]], device: Union[torch.device, str] = "cpu", **options: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields names and tensors, as ``model.load_weights`` of SGLang takes them.
+
+    Args:
+        source: As for :func:`tensorizer.load_stream`, of which this is the iterator.
+        device: Where the tensors go; the CPU by default, from where the model copies its part.
+        **options: Further keywords of :func:`tensorizer.load_stream`.
+
+    Raises:
+        TypeError, OSError, FormatError, HashMismatchError: As :func:`tensorizer.load_stream`.
+
+    >>> import tensorizer
+    >>> tensorizer.save_file({"a": torch.ones(2)}, "model.safetensors")
+    >>> dict(weights_iterator("model.safetensors"))
+    {'a': tensor([1., 1.])}
+    """
+    return load_stream(source, device=device, **options)
+
+
+def load_weights(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
+    """Loads weights into a model that is being served: the function for ``--custom-weight-loader``.
+
+    SGLang calls it for ``update_weights_from_tensor(..., load_format="tensorizer.integrations.sglang.load_weights")``
+    with what the request holds. Each name is a source, as for :func:`tensorizer.load_stream`; its tensor does not
+    matter. A file that is not what its digests say has been put into the model in part: discard the model then.
+
+    Args:
+        model: The model, with the method ``load_weights``.
+        named_tensors: Pairs of a source and any tensor.
+
+    Raises:
+        OSError, FormatError, HashMismatchError: As :func:`tensorizer.load_stream`.
+    """
+    for source, _ in named_tensors:
+        with load_stream(source) as stream:
+            model.load_weights(stream)
+            for _ in stream:  # what the model did not ask for: a file is compared at its end
+                pass
