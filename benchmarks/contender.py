@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,14 @@ class Contender:
 
     def load_verified(self, path: Path) -> State:
         """As :meth:`load`, checking every stored digest."""
+        raise NotImplementedError
+
+    def stream(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors one after the other; a tensor may be gone when the next one is asked for."""
+        raise NotImplementedError
+
+    def stream_http(self, place: HttpPlace) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same from an HTTP server."""
         raise NotImplementedError
 
     def load_one(self, path: Path, name: str) -> State:

@@ -13,6 +13,7 @@ from benchmarks.contender import State
 from benchmarks.contenders.bare_python import BarePython
 from benchmarks.contenders.machine import Machine
 from benchmarks.memory import PeakSampler
+from benchmarks.models import read_base
 from benchmarks.sync import fsync_path
 
 READERS_OF_DISK = 16  # requests that keep a disk busy do not depend on the number of cores
@@ -101,6 +102,23 @@ def load_verified(bench: Bench) -> float:
     if bench.contender.name == "machine":
         return limit(bench, "sha256", bench.path)
     return load(bench)
+
+
+def stream(bench: Bench) -> float:
+    """All tensors one after the other, each copied to where an engine has it, in memory that is there."""
+    import torch
+
+    memory.warm_page_cache(bench.path)
+    return streamed_into(bench, {name: torch.ones_like(tensor) for name, tensor in read_base(bench.folder).items()})
+
+
+def streamed_into(bench: Bench, resident: State) -> float:
+    """Seconds in which the contender's ``needs`` method gave all tensors of ``resident``, and they were copied."""
+    with bench.clock():
+        for name, tensor in getattr(bench.contender, bench.case.needs)(bench.place):
+            resident[name].copy_(tensor)
+    bench.check(resident)
+    return bench.seconds
 
 
 def load_one(bench: Bench) -> float:
@@ -223,6 +241,13 @@ CASES = (
             Goal("fastsafetensors", at_least=1.0, who="ours-safetensors"),
             Goal("runai", at_least=1.0, who="ours-safetensors"),
         ),
+    ),
+    Case(
+        "stream-hot",
+        "tensor by tensor into memory of an engine",
+        "stream",
+        stream,
+        goals=tuple(Goal(who, at_least=1.0) for who in ("safetensors", "runai", "fastsafetensors")),
     ),
     Case(
         "load-second",

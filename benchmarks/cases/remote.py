@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import models
 from benchmarks.case import Bench, Case, Goal
+from benchmarks.cases.local import streamed_into
 from benchmarks.contender import HttpPlace, S3Place, State
 from benchmarks.contenders.sockets import Sockets
 from benchmarks.memory import PeakSampler
@@ -69,6 +70,16 @@ def load_http(bench: Bench) -> float:
     if isinstance(bench.contender, Sockets):
         return limit(bench, "http", ranges_target(bench.place.url, bench.path.stat().st_size))
     return load(bench)
+
+
+def stream_http(bench: Bench) -> float:
+    """All tensors of a file of an HTTP server one after the other, each copied to where an engine has it."""
+    if isinstance(bench.contender, Sockets):
+        return load_http(bench)
+    state = models.read_base(bench.folder)
+    for tensor in state.values():
+        tensor.zero_()
+    return streamed_into(bench, state)
 
 
 def open_http(bench: Bench) -> float:
@@ -202,6 +213,16 @@ CASES = (
             Goal("reference", at_least=5.0),
             Goal("ours", at_least=0.97, who="ours-safetensors"),
         ),
+        locate=http_place,
+        service=services.object_store,
+    ),
+    Case(
+        "stream-http",
+        "that store, tensor by tensor into memory of an engine",
+        "stream_http",
+        stream_http,
+        limit="sockets",
+        goals=(Goal("sockets", at_least=0.9),),
         locate=http_place,
         service=services.object_store,
     ),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.contender import Contender, State
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Fastsafetensors(Contender):
@@ -32,6 +36,9 @@ class Fastsafetensors(Contender):
 
     def load(self, path: Path) -> State:
         return self._load(path, "cpu")
+
+    def stream(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._load(path, "cpu").items()
 
     def load_gpu(self, path: Path) -> State:
         return self._load(path, "cuda:0")

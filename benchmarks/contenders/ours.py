@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -55,6 +56,16 @@ class Ours(Contender):
         from tensorizer import TensorDeserializer
 
         return TensorDeserializer(path, device="cpu", verify_hash=True)
+
+    def stream(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        from tensorizer import load_stream
+
+        return load_stream(path, verify=False)
+
+    def stream_http(self, place: HttpPlace) -> Iterator[tuple[str, torch.Tensor]]:
+        from tensorizer import load_stream
+
+        return load_stream(place.url, verify=False)
 
     def load_one(self, path: Path, name: str) -> State:
         from tensorizer import TensorDeserializer

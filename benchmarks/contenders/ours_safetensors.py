@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.contender import Contender, HttpPlace, S3Place, State
 from benchmarks.contenders.ours import Ours
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OursSafetensors(Contender):
@@ -38,6 +43,12 @@ class OursSafetensors(Contender):
         from tensorizer.torch import load_file
 
         return load_file(path, mmap=True)
+
+    def stream(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._ours.stream(path)
+
+    def stream_http(self, place: HttpPlace) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._ours.stream_http(place)
 
     def load_one(self, path: Path, name: str) -> State:
         from tensorizer.torch import safe_open

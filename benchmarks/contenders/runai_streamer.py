@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.contender import Contender, State
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RunaiStreamer(Contender):
@@ -32,6 +37,13 @@ class RunaiStreamer(Contender):
         with SafetensorsStreamer() as streamer:
             streamer.stream_file(str(path))
             return dict(streamer.get_tensors())
+
+    def stream(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        from runai_model_streamer import SafetensorsStreamer
+
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(path))
+            yield from streamer.get_tensors()
 
     load_direct = load  # it uses O_DIRECT where the file system allows it
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.contender import Contender, State
+
+if TYPE_CHECKING:
+    import torch
 from benchmarks.sync import fsync_path
 
 
@@ -34,6 +39,13 @@ class Safetensors(Contender):
         from safetensors.torch import load_file
 
         return load_file(path, device="cpu")
+
+    def stream(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            for name in tensors.offset_keys():
+                yield name, tensors.get_tensor(name)
 
     def load_one(self, path: Path, name: str) -> State:
         from safetensors import safe_open
