@@ -209,7 +209,7 @@ $(DOCS)/stamp: requirements/docs.txt requirements/constraints-dev.txt | system-d
 
 .PHONY: docs
 docs: $(DOCS)/stamp  ## the documentation site in site/, warnings are errors (needs neither torch nor a compiler)
-	$(DOCS)/bin/python -m mkdocs build --strict
+	scripts/site/build.sh $(DOCS)/bin/zensical site
 
 .PHONY: site-check
 site-check: export TENSORIZER_SITE := site

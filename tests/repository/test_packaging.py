@@ -391,6 +391,7 @@ def test_a_script_without_arguments_or_without_files_says_in_one_line_what_it_wa
         ("bare.sh",): "usage: bare.sh FOLDER",
         ("try_sdist.sh",): "usage: try_sdist.sh FOLDER",
         ("../site/publish.sh",): "usage: publish.sh NAME",
+        ("../site/build.sh",): "usage: build.sh ZENSICAL FOLDER",
         ("bare.sh", empty): f"no wheel in {empty}",
         ("try_sdist.sh", empty): f"0 source distributions in {empty}: expected one",
         ("build_again.sh",): "usage: build_again.sh FOLDER PYTHON",
