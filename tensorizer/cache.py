@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
 from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
-from tensorizer._io.uri import local_path
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamError
 
-__all__ = ["CacheOptions", "Entry", "Pruned", "Verified", "add", "entries", "prune", "verify"]
+__all__ = ["CacheOptions", "add", "entries", "prune", "verify"]
 
 _DAY = 86400
 
@@ -94,6 +94,12 @@ def entries(cache: Folder = None) -> list[Entry]:
     Raises:
         ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
+
+    Example:
+        >>> from tensorizer import cache
+        >>> _ = cache.add("https://models.example/model.tensors", cache="cache")
+        >>> [entry.complete for entry in cache.entries("cache")]
+        [True]
     """
     return _entries(_open(cache)[0])
 
@@ -123,6 +129,12 @@ def prune(
     Raises:
         ValueError: There is no cache, or a size is malformed.
         OSError: The folder cannot be used.
+
+    Example:
+        >>> from tensorizer import cache
+        >>> _ = cache.add("https://models.example/model.tensors", cache="cache")
+        >>> cache.prune("cache", max_size="500GB").removed
+        []
     """
     limit = None if max_size is None else parse_size("max_size", max_size)
     if older_than is not None and not older_than >= 0:
@@ -175,6 +187,12 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
     Raises:
         ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
+
+    Example:
+        >>> from tensorizer import cache
+        >>> _ = cache.add("https://models.example/model.tensors", cache="cache")
+        >>> [result.problem for result in cache.verify("cache")]
+        [None]
     """
     folder, _ = _open(cache)
     result = []
@@ -201,6 +219,11 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
     Raises:
         ValueError: There is no cache, it is set to be offline, or a URI is that of a local file.
         OSError: An object cannot be read, must not be cached, or there is no room for it.
+
+    Example:
+        >>> from tensorizer import cache
+        >>> [entry.complete for entry in cache.add("https://models.example/model.tensors", cache="cache")]
+        [True]
     """
     from tensorizer import stream_io
 
@@ -216,7 +239,9 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         with stream:
             source = stream._tensorizer_source()
             if not isinstance(source, _C.CacheSource):
-                raise StreamError(f"{shown_uri(uri)} is not cached: the log of tensorizer.cache says why")
+                raise StreamError(
+                    f"{shown_uri(uri)} is not cached: expected an object of http, https, s3 or hf, got {scheme_of(uri)}"
+                )
             source.fill()
         added += [entry for entry in _entries(_open(chosen)[0]) if entry._key == source.key]
     return added

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Optional, Union
 
 import torch
@@ -10,38 +9,29 @@ import torch
 from tensorizer import _C
 from tensorizer._system import cuda_engine
 
-__all__ = ["PinnedMemory", "decrypts_on", "pinned_memory", "release_pinned_memory", "set_pinned_memory"]
+__all__ = ["decrypts_on", "pinned_memory", "release_pinned_memory", "set_pinned_memory"]
 
 
-@dataclass(frozen=True)
-class PinnedMemory:
-    """What is pinned for one device.
-
-    Attributes:
-        slots: Slots of the ring; 0 if there is no ring at the moment.
-        free_slots: Those that no load or save is using.
-        slot_nbytes: Bytes of one slot.
-        users: Loads and saves that use the ring.
-    """
-
-    slots: int
-    free_slots: int
-    slot_nbytes: int
-    users: int
-
-
-def pinned_memory(device: Union[torch.device, str, int] = 0) -> PinnedMemory:
-    """What this process has pinned for a CUDA device. Does not initialise CUDA.
+def pinned_memory(device: Union[torch.device, str, int] = 0) -> dict[str, int]:
+    """Returns what this process has pinned for a CUDA device. Does not initialise CUDA.
 
     Args:
         device: A CUDA device with an index, or the index.
 
+    Returns:
+        ``slots`` of the ring, 0 if there is no ring at the moment; ``free_slots``, which no load or save is using;
+        ``slot_nbytes``, bytes of one slot; ``users``, loads and saves that use the ring.
+
     Raises:
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     print(tensorizer.cuda.pinned_memory(0)["slot_nbytes"])
     """
     status = _C.cuda_pinned_status(_index(device))
-    return PinnedMemory(status["slots"], status["free_slots"], status["slot_nbytes"], status["users"])
+    return {name: int(status[name]) for name in ("slots", "free_slots", "slot_nbytes", "users")}
 
 
 def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None) -> bool:
@@ -58,6 +48,10 @@ def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None
     Raises:
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     _ = tensorizer.cuda.release_pinned_memory()
     """
     if device is None:
         return bool(_C.cuda_release_all_pinned())
@@ -76,6 +70,10 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
 
     Raises:
         ValueError: Too few slots, or too small ones.
+
+    Example:
+        >>> tensorizer.cuda.set_pinned_memory(slots=4)
+        >>> tensorizer.cuda.set_pinned_memory()
     """
     if slots is not None and slots < 2:
         raise ValueError(f"slots: expected 2 or more, got {slots}")
@@ -99,6 +97,10 @@ def decrypts_on(device: Union[torch.device, str, int] = 0) -> tuple[bool, str]:
     Raises:
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index, or the variable has another value than auto, 0 and 1.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     does, why_not = tensorizer.cuda.decrypts_on(0)
     """
     why = cuda_engine.why_host_decrypts(torch.device("cuda", _index(device)))
     return not why, why

@@ -10,11 +10,18 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer._system.config import env_text
 
-__all__ = ["Progress", "ProgressArgument"]
+__all__ = ["Progress"]
 
 
 class Progress(NamedTuple):
-    """What a progress callable is told, about ten times a second and once at the end."""
+    """What a progress callable is told, about ten times a second and once at the end.
+
+    Example:
+        >>> told = []
+        >>> tensors = tensorizer.load_file("model.tensors", progress=told.append)
+        >>> told[-1].bytes_done == told[-1].bytes_total
+        True
+    """
 
     bytes_done: int
     bytes_total: int

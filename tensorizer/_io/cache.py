@@ -65,6 +65,12 @@ class CacheOptions:
     Raises:
         TypeError: A field has another type.
         ValueError: A size is negative or no size; the field or the variable is named.
+
+    Example:
+        >>> from tensorizer.stream_io import open_stream
+        >>> chosen = tensorizer.cache.CacheOptions("cache", max_size="500GB")
+        >>> with open_stream("https://models.example/model.tensors", cache=chosen) as stream:
+        ...     content = stream.read()
     """
 
     folder: Union[str, os.PathLike[str]]
@@ -165,7 +171,7 @@ class Cache:
         """The folder, made where it is missing; ``None``, with a warning, where it cannot be used.
 
         Raises:
-            OSError: It cannot be used, and offline is set, so that nothing else is left.
+            OSError: It cannot be used, and that is all that was asked for, or offline is set.
         """
         try:
             if not self.offline:
@@ -174,6 +180,8 @@ class Cache:
         except OSError as error:
             if self.offline and not isinstance(error, FileNotFoundError):
                 raise self.useless(error) from None
+            if self.must_keep:
+                raise StreamError(f"the cache {self.path} cannot be used: {error}") from error
             if not self.offline:
                 _warn(self.path, str(error))
             return None
