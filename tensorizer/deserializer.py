@@ -95,6 +95,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         RuntimeError: `device` is a CUDA device, and CUDA is not available.
 
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
+
+    Example:
+        >>> from tensorizer import TensorDeserializer
+        >>> with TensorDeserializer("model.tensors", device="cpu") as tensors:
+        ...     print(tensors["weight"].shape)
+        torch.Size([2, 4])
     """
 
     #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
@@ -145,7 +151,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the file and forgets keys. Loaded tensors and counters stay available. A second call does nothing."""
+        """Closes the file and forgets keys. Loaded tensors and counters stay available. A second call does nothing.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     tensors.close()
+        """
         file: Optional[OpenFile] = getattr(self, "_open_file", None)  # none where opening it failed
         if file is not None:
             file.close()
@@ -253,13 +264,24 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         """Describes every (selected) tensor, in file order, without loading any.
 
         Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print([(entry.name, entry.shape) for entry in tensors.entries()])
+            [('weight', (2, 4)), ('bias', (2,))]
         """
         return [self._open_file.entry(i) for i in self._open_file.selection]
 
     # ---- mapping ----------------------------------------------------------------------------------------------------
 
     def keys(self) -> KeysView[Key]:
-        """The keys of the top level, in file order."""
+        """The keys of the top level, in file order.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print(list(tensors.keys()))
+            ['weight', 'bias']
+        """
         return self._open_file.root.keys()
 
     def __iter__(self) -> Iterator[Key]:
@@ -297,6 +319,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Raises:
             TypeError: `prefix` is a single ``str`` or ``int``; write ``("a",)``.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print(sorted(tensors.tree()))
+            ['bias', 'weight']
         """
         if isinstance(prefix, (str, int)):
             raise TypeError(f"prefix: expected a sequence of keys, got {type(prefix).__name__}; write ({prefix!r},)")
@@ -318,6 +345,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Raises:
             KeyError: There is no such tensor.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print(tensors.get_slice("weight")[0:1].shape)
+            torch.Size([1, 4])
         """
         from tensorizer._load.parts import get_slice
 
@@ -328,6 +360,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Functions that accept a state dict of ``safetensors`` slices accept it, such as ``Model.from_pretrained(None,
         config=config, state_dict=d.slices())`` of transformers 5.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print({name: list(part.shape) for name, part in tensors.slices().items()})
+            {'weight': [2, 4], 'bias': [2]}
         """
         from tensorizer._load.parts import slices
 
@@ -357,6 +394,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             KeyError: There is no such tensor, or `out` lacks a name.
             ValueError: With verification, a part is not the whole tensor; an `out` tensor has another shape.
             IndexError, TypeError: As for :class:`TensorSlice`.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     parts = tensors.get_slices({"weight": (slice(0, 1),)})
+            ...     print(parts["weight"].shape)
+            torch.Size([1, 4])
         """
         from tensorizer._load.parts import get_slices
 
@@ -391,6 +434,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: `num_tensors` below -1; a tensor was loaded unverified and converted to the constructor's
                 ``dtype``, and the file is closed, so it cannot be verified. (A tensor that was verified before its
                 conversion is not verified again.)
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print([name for _, _, name, _ in tensors.read_tensors()])
+            ['weight', 'bias']
         """
         yield from self._cursor.read_tensors(filter_func, num_tensors, verify_hash, cache)
 
@@ -419,6 +467,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             RuntimeError: The target device is not the CPU; the constructor's ``dtype`` converted the tensor and the
                 file is closed (as after an eager load), so its stored form is gone.
             ValueError: A dtype that numpy lacks, without `allow_raw_data`; `num_tensors` below -1.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     print([(name, array.shape) for _, _, name, array, _, _ in tensors.read_numpy_arrays()])
+            [('weight', (2, 4)), ('bias', (2,))]
         """
         device = self._open_file.options.device
         if not isinstance(device, torch.device) or device.type != "cpu":
@@ -475,6 +528,13 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`; no name of the file begins with `prefix`.
             TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
+
+        Example:
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     with tensorizer.utils.no_init_or_tensor():
+            ...         model = torch.nn.Linear(4, 2)
+            ...     tensors.load_into_module(model, strict=True)
+            2
         """
         from tensorizer._load.fit import ModuleView
         from tensorizer._load.modules import Filling, ModuleFill, is_state_dict, module_names
@@ -507,6 +567,14 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Raises:
             RuntimeError: A tensor of the file was not read yet, so its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device, or has no memory of its own, like a DTensor.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 2)
+            >>> with TensorSerializer("linear.tensors") as serializer:
+            ...     serializer.write_module(model)
+            >>> with TensorDeserializer("linear.tensors", device="cpu") as tensors:
+            ...     print(tensors.verify_module(model))
+            (True, [('.weight', True), ('.bias', True)])
         """
         from tensorizer._load.modules import verify_module
 
@@ -526,6 +594,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: The shards of a model; your file object is closed, as after an eager load.
             StreamError: The file is closed, as after an eager load, and another version has replaced it.
             redis.RedisError: The server refused or broke off. Call it again to store the rest.
+
+        Example:
+            >>> import redis
+            >>> client = redis.Redis("localhost", 6379)
+            >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+            ...     tensors.to_redis(client, "model:")
         """
         from tensorizer._io.redis import export_to_redis
 

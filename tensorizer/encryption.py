@@ -92,6 +92,10 @@ class EncryptionParams(_Params):
         TypeError: ``key`` is not bytes-like.
         ValueError: ``key`` does not have 32 bytes.
         RuntimeError: libsodium is unusable.
+
+    Example:
+        >>> key = tensorizer.EncryptionParams.random()
+        >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
     """
 
     __slots__ = ("_derivation",)
@@ -122,7 +126,12 @@ class EncryptionParams(_Params):
 
     @classmethod
     def random(cls) -> EncryptionParams:
-        """A new random key. Keep :attr:`key`: nobody can read the file without it."""
+        """A new random key. Keep :attr:`key`: nobody can read the file without it.
+
+        Example:
+            >>> len(tensorizer.EncryptionParams.random().key)
+            32
+        """
         _crypto.require_crypto()
         return cls._of(_C.random_key())
 
@@ -154,6 +163,10 @@ class EncryptionParams(_Params):
             ValueError: An empty passphrase, a limit out of range, a salt of another length.
             CryptographyError: Not enough memory for ``memlimit``.
             RuntimeError: libsodium is unusable.
+
+        Example:
+            >>> key = tensorizer.EncryptionParams.from_string("a few random words", opslimit=1, memlimit=8192)
+            >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
         """
         _crypto.require_crypto()
         passphrase = _crypto.passphrase_bytes(source, encoding)
@@ -203,6 +216,13 @@ class DecryptionParams(_Params):
     Use :meth:`from_key`, :meth:`from_string`, :meth:`from_file` or :meth:`from_provider`; the constructor makes an
     empty object, which opens no file. Instances are immutable, compare by value (in constant time) and never show
     secrets in their ``repr``.
+
+    Example:
+        >>> key = tensorizer.EncryptionParams.random()
+        >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
+        >>> unlock = tensorizer.DecryptionParams.from_key(key.key)
+        >>> tensorizer.load_file("secret.tensors", encryption=unlock)
+        {'weight': tensor([1., 1., 1., 1.])}
     """
 
     __slots__ = ("_source", "max_derivations", "max_memlimit", "max_opslimit")
@@ -253,6 +273,13 @@ class DecryptionParams(_Params):
             TypeError: ``source`` is neither ``str`` nor ``bytes``; a limit is no integer.
             ValueError: ``source`` is empty; a limit is below 1.
             RuntimeError: libsodium is unusable.
+
+        Example:
+            >>> key = tensorizer.EncryptionParams.from_string("a few random words", opslimit=1, memlimit=8192)
+            >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
+            >>> unlock = tensorizer.DecryptionParams.from_string("a few random words")
+            >>> tensorizer.load_file("secret.tensors", encryption=unlock)
+            {'weight': tensor([1., 1., 1., 1.])}
         """
         _crypto.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
@@ -269,6 +296,10 @@ class DecryptionParams(_Params):
             TypeError: ``key`` is not bytes-like.
             ValueError: ``key`` is empty or does not have 32 bytes.
             RuntimeError: libsodium is unusable.
+
+        Example:
+            >>> key = tensorizer.EncryptionParams.random()
+            >>> unlock = tensorizer.DecryptionParams.from_key(key.key)
         """
         _crypto.require_crypto()
         if not key:

@@ -45,6 +45,12 @@ def serialize_model(
 
     Raises:
         TypeError: `config` is of another kind. Nothing was written.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     tensorizer.serialize_model(torch.nn.Linear(4, 2), None, "old")
     """
     warnings.warn(
         "tensorizer.serialize_model is deprecated: use tensorizer.integrations.huggingface.save_pretrained, or "
@@ -90,6 +96,16 @@ def load_model(
         ValueError: The file leaves parameters of the model without a value; the message names some. The configuration
             is not a JSON object.
         OSError: A file cannot be read. A missing configuration is no error if `modelclass` needs none.
+
+    Example:
+        >>> import warnings
+        >>> class Model(torch.nn.Linear):
+        ...     def __init__(self):
+        ...         super().__init__(4, 2)
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     tensorizer.serialize_model(Model(), None, "old")
+        ...     model = tensorizer.load_model("old", Model, device="cpu")
     """
     warnings.warn(
         "tensorizer.load_model is deprecated: use tensorizer.integrations.huggingface.from_pretrained, or "

@@ -85,6 +85,12 @@ def serialize_tensor(t: torch.Tensor, attribute: Optional[int] = None) -> Tensor
         AssertionError: ``t`` is no tensor, or ``attribute`` no attribute type.
         KeyError: The schema has no number for this dtype.
         TypeError: The dtype has a number but no numpy equivalent (bfloat16, complex32, quantised types).
+
+    Example:
+        >>> from tensorizer import protobuf
+        >>> message = protobuf.serialize_tensor(torch.ones(2))
+        >>> list(message.shape)
+        [2]
     """
     if not isinstance(t, torch.Tensor):
         raise AssertionError(f"serialize_tensor: expected a torch.Tensor, got {type(t).__name__}")
@@ -111,6 +117,11 @@ def deserialize_tensor(msg: Tensor) -> Union[torch.Tensor, tuple[torch.Tensor, i
     Raises:
         FormatError: The message has no known dtype, a shape that no tensor has, or other than the bytes its shape
             needs.
+
+    Example:
+        >>> from tensorizer import protobuf
+        >>> protobuf.deserialize_tensor(protobuf.serialize_tensor(torch.ones(2)))
+        tensor([1., 1.])
     """
     if msg.dtype not in PbNpyDtypes:
         raise FormatError(f"protobuf tensor: expected one of the numbers of tensors.Dtype, got dtype {msg.dtype}")
@@ -137,6 +148,11 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
     Raises:
         KeyError, TypeError: As :func:`serialize_tensor`.
         ValueError: The message would pass protobuf's limit of 2 GiB.
+
+    Example:
+        >>> from tensorizer import protobuf
+        >>> with open("model.pb", "wb") as file:
+        ...     protobuf.serialize_model(torch.nn.Linear(4, 2), file)
     """
     message = tensors_pb2.Module()
     for module_name, module in model.named_modules():
@@ -170,6 +186,13 @@ def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
         FormatError: The stream does not hold such a message.
         KeyError: The message names a module that ``model`` does not have.
         ValueError: A tensor is marked as neither parameter nor buffer.
+
+    Example:
+        >>> from tensorizer import protobuf
+        >>> with open("model.pb", "wb") as file:
+        ...     protobuf.serialize_model(torch.nn.Linear(4, 2), file)
+        >>> with open("model.pb", "rb") as file:
+        ...     protobuf.deserialize_model(torch.nn.Linear(4, 2), file)
     """
     message = tensors_pb2.Module()
     try:

@@ -112,6 +112,11 @@ class TensorSerializer:
             SHA-256.
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
+
+    Example:
+        >>> from tensorizer import TensorSerializer
+        >>> with TensorSerializer("new.tensors") as serializer:
+        ...     serializer.write_module(torch.nn.Linear(4, 2))
     """
 
     _closed = True  # until there is something to close
@@ -183,6 +188,11 @@ class TensorSerializer:
 
         Raises:
             OSError: The file could not be completed.
+
+        Example:
+            >>> serializer = TensorSerializer("new.tensors")
+            >>> serializer.write_state_dict({"weight": torch.ones(4)})
+            >>> serializer.close()
         """
         with self._turn():
             if self._writing:
@@ -282,6 +292,10 @@ class TensorSerializer:
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
             TypeError: With `include_extra_state`, a state of another kind. Nothing was written.
             OSError: The data could not be written.
+
+        Example:
+            >>> with TensorSerializer("new.tensors") as serializer:
+            ...     serializer.write_module(torch.nn.Linear(4, 2))
         """
         extra_state.check_module(m, "write_state_dict writes state dicts")
         held = list(walk_module(m, include_non_persistent_buffers))
@@ -307,6 +321,10 @@ class TensorSerializer:
             ValueError: The file already has a tensor of that name, or one that conflicts with it.
             NotImplementedError: As for :meth:`write_module`.
             OSError: The data could not be written.
+
+        Example:
+            >>> with TensorSerializer("new.tensors") as serializer:
+            ...     serializer.write_state_dict({"layers": [torch.ones(2), torch.ones(3)]})
         """
         empty: list[Path] = []
         self._write(
@@ -339,6 +357,10 @@ class TensorSerializer:
             TypeError: Arguments of the wrong type; an array that torch cannot adopt.
             ValueError: A name in use, an index out of range, an array in foreign byte order.
             NotImplementedError: As for :meth:`write_module`.
+
+        Example:
+            >>> with TensorSerializer("new.tensors") as serializer:
+            ...     _ = serializer.write_tensor(0, "weight", tensorizer.TensorType.PARAM, torch.ones(4, 2))
         """
         try:
             idx = operator.index(idx)

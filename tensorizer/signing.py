@@ -25,6 +25,11 @@ class PublicKey(_crypto.Immutable):
 
     Instances are immutable, hashable and compare by value; ``bytes(key)`` are the 32 bytes, ``str(key)`` is 64
     hexadecimal digits.
+
+    Example:
+        >>> key = tensorizer.SigningKey.generate().public_key
+        >>> key == tensorizer.PublicKey.from_bytes(bytes(key))
+        True
     """
 
     __slots__ = ("_bytes",)
@@ -40,6 +45,9 @@ class PublicKey(_crypto.Immutable):
         Raises:
             TypeError: Not bytes-like.
             ValueError: Another length, or not a public key (no point, or one of small order).
+
+        Example:
+            >>> key = tensorizer.PublicKey.from_bytes(bytes(tensorizer.SigningKey.generate().public_key))
         """
         if not isinstance(key, (bytes, bytearray, memoryview)):
             raise TypeError(f"public key: expected 32 bytes, got {type(key).__name__}")
@@ -57,6 +65,10 @@ class PublicKey(_crypto.Immutable):
         Raises:
             ValueError: The file holds no Ed25519 public key.
             OSError: It cannot be read.
+
+        Example:
+            >>> tensorizer.SigningKey.generate().public_key.save("release.pem.pub")
+            >>> key = tensorizer.PublicKey.from_file("release.pem.pub")
         """
         with stream_errors(), open(path, "rb") as file:
             text = file.read(_MAX_KEY_FILE_NBYTES + 1).decode("latin-1")
@@ -89,6 +101,9 @@ class PublicKey(_crypto.Immutable):
         Raises:
             FileExistsError: The file exists.
             OSError: It cannot be written.
+
+        Example:
+            >>> tensorizer.SigningKey.generate().public_key.save("team.pem.pub")
         """
         _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), None)
 
@@ -117,6 +132,11 @@ class SigningKey:
     Use :meth:`generate`, :meth:`from_file`, :meth:`from_bytes` or :meth:`from_provider`. The key stays in memory
     that is locked if the system allows it, and is left out of core dumps. Objects show only their public key and
     cannot be pickled.
+
+    Example:
+        >>> key = tensorizer.SigningKey.generate()
+        >>> with TensorSerializer("signed.tensors", signing_key=key) as serializer:
+        ...     serializer.write_state_dict({"weight": torch.ones(4)})
     """
 
     __slots__ = ("_public_key", "_seed", "_signer")
@@ -129,7 +149,12 @@ class SigningKey:
 
     @classmethod
     def generate(cls) -> SigningKey:
-        """A new random key. :meth:`save` it: without it you cannot sign again."""
+        """A new random key. :meth:`save` it: without it you cannot sign again.
+
+        Example:
+            >>> key = tensorizer.SigningKey.generate()
+            >>> key.save("team.pem")
+        """
         _crypto.require_crypto()
         return cls._of(_C.random_key())
 
@@ -140,6 +165,9 @@ class SigningKey:
         Raises:
             TypeError: Not bytes-like.
             ValueError: Another length.
+
+        Example:
+            >>> key = tensorizer.SigningKey.from_bytes(bytes(range(32)))
         """
         _crypto.require_crypto()
         return cls._of(_crypto.secret_from_bytes(seed, "signing key"))
@@ -152,6 +180,10 @@ class SigningKey:
         Raises:
             ValueError: The file holds no Ed25519 private key, or an encrypted one.
             OSError: It cannot be read.
+
+        Example:
+            >>> tensorizer.SigningKey.generate().save("release.pem")
+            >>> key = tensorizer.SigningKey.from_file("release.pem")
         """
         _crypto.require_crypto()
         text = bytearray(_MAX_KEY_FILE_NBYTES)
@@ -176,6 +208,12 @@ class SigningKey:
 
         Raises:
             TypeError: Arguments of other types.
+
+        Example:
+            >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+            >>> service = Ed25519PrivateKey.generate()  # stands for the key management service
+            >>> public_key = tensorizer.PublicKey.from_bytes(service.public_key().public_bytes_raw())
+            >>> key = tensorizer.SigningKey.from_provider(service.sign, public_key)
         """
         _crypto.require_crypto()
         if not callable(sign):
@@ -198,6 +236,9 @@ class SigningKey:
             FileExistsError: The file exists; it stays as it is.
             OSError: It cannot be written.
             ValueError: The key is from :meth:`from_provider`.
+
+        Example:
+            >>> tensorizer.SigningKey.generate().save("mine.pem")
         """
         if self._seed is None:
             raise ValueError("this key stays with its provider, so it cannot be saved")

@@ -176,6 +176,12 @@ def open_stream(
         TypeError: ``path_uri`` is neither a ``str`` nor a ``PathLike`` of one.
         OSError: It cannot be opened. The error is a :class:`~tensorizer.StreamError`, and also a ``FileNotFoundError``
             or ``PermissionError`` if that is the reason.
+
+    Example:
+        >>> from tensorizer.stream_io import open_stream
+        >>> with open_stream("https://models.example/model.tensors") as stream:
+        ...     print(stream.read(5))
+        b'|TZR|'
     """
     if not isinstance(path_uri, (str, os.PathLike)):
         raise TypeError(f"path_uri: expected str or os.PathLike, got {type(path_uri).__name__}")

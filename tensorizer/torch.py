@@ -89,6 +89,11 @@ def load_file(
         AuthenticationError: The file is not what its key or a signature vouches for.
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
+
+    Example:
+        >>> tensors = tensorizer.load_file("model.tensors")
+        >>> tensors["weight"].shape
+        torch.Size([2, 4])
     """
     chosen = target_device("cpu" if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
@@ -100,7 +105,14 @@ def load_file(
 
 
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
-    """Loads the tensors of a file that is in memory; arguments and errors as :func:`load_file`."""
+    """Loads the tensors of a file that is in memory; arguments and errors as :func:`load_file`.
+
+    Example:
+        >>> with open("model.tensors", "rb") as file:
+        ...     content = file.read()
+        >>> sorted(tensorizer.load(content))
+        ['bias', 'weight']
+    """
     return load_file(io.BytesIO(data), device, **options)
 
 
@@ -143,6 +155,9 @@ def save_file(
         ValueError: `tensors` is no mapping of names to dense tensors, or the format cannot hold something
             (:class:`UnsupportedContentError`); nothing was written.
         OSError: The target cannot be written.
+
+    Example:
+        >>> tensorizer.save_file({"weight": torch.ones(4)}, "new.safetensors", metadata={"step": "10"})
     """
     contents = state_dict_contents(check_state_dict(tensors), metadata)
     options = WriteOptions(
@@ -162,7 +177,13 @@ def save(
     ties: str = "once",
     encryption: Any = None,
 ) -> bytes:
-    """Returns the file that :func:`save_file` would write, as bytes; arguments and errors as there."""
+    """Returns the file that :func:`save_file` would write, as bytes; arguments and errors as there.
+
+    Example:
+        >>> content = tensorizer.save({"weight": torch.ones(4)})
+        >>> tensorizer.load(content)
+        {'weight': tensor([1., 1., 1., 1.])}
+    """
     memory = io.BytesIO()
     save_file(tensors, memory, metadata, format=format, ties=ties, encryption=encryption)
     return memory.getvalue()
@@ -218,6 +239,11 @@ def load_model(
             model is as it was, unless it got a state dict and rejected it.
         NotImplementedError: `model` has DTensors, which :class:`tensorizer.distributed.TensorizerReader` fills. It is
             as it was.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> tensorizer.torch.load_model(model, "model.tensors")
+        <LoadReport: 2 tensors, 40 bytes, of model.tensors into Linear: all names match>
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: expected True, False or 'auto', got {assign!r}")
@@ -263,6 +289,9 @@ def save_model(
     Raises:
         ValueError: As for :func:`save_file`; extra state that the format cannot hold.
         OSError: The target cannot be written.
+
+    Example:
+        >>> tensorizer.save_model(torch.nn.Linear(4, 2), "new.safetensors")
     """
     format = _format_of(filename, format)
     if format == "tensors" and ties != "error":
@@ -295,6 +324,11 @@ class safe_open(AbstractContextManager["safe_open"]):
         AuthenticationError: As for :class:`tensorizer.TensorDeserializer`.
         FormatError: Not a file of tensors, or two of them would have one name.
         OSError: It cannot be opened.
+
+    Example:
+        >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+        ...     print(file.keys(), file.get_tensor("bias").shape)
+        ['bias', 'weight'] torch.Size([2])
     """
 
     def __init__(
@@ -328,15 +362,33 @@ class safe_open(AbstractContextManager["safe_open"]):
         self._file.close()
 
     def metadata(self) -> Optional[dict[str, str]]:
-        """The texts that are stored beside the tensors; ``None`` where the file has no such part."""
+        """The texts that are stored beside the tensors; ``None`` where the file has no such part.
+
+        Example:
+            >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+            ...     print(file.metadata())
+            None
+        """
         return None if self._metadata is None else dict(self._metadata)
 
     def keys(self) -> list[str]:
-        """The names of all tensors and aliases, sorted."""
+        """The names of all tensors and aliases, sorted.
+
+        Example:
+            >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+            ...     print(file.keys())
+            ['bias', 'weight']
+        """
         return sorted(self._entries)
 
     def offset_keys(self) -> list[str]:
-        """The names of the stored tensors in the order of the file."""
+        """The names of the stored tensors in the order of the file.
+
+        Example:
+            >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+            ...     print(file.offset_keys())
+            ['weight', 'bias']
+        """
         aliases = self._file.aliases
         return [name for name, i in self._entries.items() if i not in aliases]
 
@@ -345,6 +397,11 @@ class safe_open(AbstractContextManager["safe_open"]):
 
         Raises:
             KeyError: There is none of that name.
+
+        Example:
+            >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+            ...     print(file.get_tensor("bias").shape)
+            torch.Size([2])
         """
         i = self._entry(name)
         record = self._file.aliases.get(i, i)
@@ -362,6 +419,11 @@ class safe_open(AbstractContextManager["safe_open"]):
 
         Raises:
             KeyError: There is none of one of the names.
+
+        Example:
+            >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+            ...     print(sorted(file.get_tensors(["weight", "bias"])))
+            ['bias', 'weight']
         """
         entries = {name: self._entry(name) for name in (self.keys() if names is None else names)}
         chosen = sorted(set(entries.values()))
@@ -373,6 +435,11 @@ class safe_open(AbstractContextManager["safe_open"]):
 
         Raises:
             KeyError: There is none of that name.
+
+        Example:
+            >>> with tensorizer.safe_open("model.tensors", "pt") as file:
+            ...     print(file.get_slice("weight")[0:1].shape)
+            torch.Size([1, 4])
         """
         return TensorSlice(self._file, self._entry(name))
 

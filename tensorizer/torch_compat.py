@@ -379,6 +379,11 @@ def tensorizer_saving(file_obj: LocationSpec = None, *, save_func: Optional[Save
         RuntimeError: At the call of ``torch.save`` in another thread, which has no block, while this one has
             ``encryption`` or ``signing_key``.
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
+
+    Example:
+        >>> from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+        >>> with tensorizer_saving():
+        ...     torch.save({"weight": torch.ones(4), "step": 7}, "checkpoint.pt")
     """
 
     def begin() -> Activity:
@@ -420,6 +425,14 @@ def tensorizer_loading(
         FormatError: At the call of ``torch.load``: the ``.tensors`` file does not belong to the other one.
         ValueError: At the call of ``torch.load``: a ``pickle_module`` other than ``pickle``, or ``dtype`` among the
             keywords (the file holds the bytes of whole storages, not numbers).
+
+    Example:
+        >>> from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+        >>> with tensorizer_saving():
+        ...     torch.save({"weight": torch.ones(4), "step": 7}, "checkpoint.pt")
+        >>> with tensorizer_loading(device="cpu"):
+        ...     print(torch.load("checkpoint.pt")["step"])
+        7
     """
 
     def begin() -> Activity:

@@ -36,19 +36,32 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def get_device() -> torch.device:
-    """Returns ``torch.device("cuda")``, without an index, if CUDA is available, else ``torch.device("cpu")``."""
+    """Returns ``torch.device("cuda")``, without an index, if CUDA is available, else ``torch.device("cpu")``.
+
+    Example:
+        >>> device = tensorizer.utils.get_device()
+    """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def get_gpu_name() -> str:
-    """Returns the name of the current CUDA device, or ``"N/A"`` if there is none. Initialises CUDA if present."""
+    """Returns the name of the current CUDA device, or ``"N/A"`` if there is none. Initialises CUDA if present.
+
+    Example:
+        >>> name = tensorizer.utils.get_gpu_name()
+    """
     if not torch.cuda.is_available():
         return "N/A"
     return torch.cuda.get_device_name(torch.cuda.current_device())
 
 
 class GlobalGPUMemoryUsage(NamedTuple):
-    """Memory of one GPU, over all processes that use it, in bytes."""
+    """Memory of one GPU, over all processes that use it, in bytes.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     print(tensorizer.utils.GlobalGPUMemoryUsage.now())
+    """
 
     total: int
     free: int
@@ -98,7 +111,12 @@ def _nvml_index(device: Device) -> int:
 
 
 class TorchGPUMemoryUsage(NamedTuple):
-    """Memory that torch's allocator holds on one GPU, in bytes: reserved from the driver, and in use by tensors."""
+    """Memory that torch's allocator holds on one GPU, in bytes: reserved from the driver, and in use by tensors.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     print(tensorizer.utils.TorchGPUMemoryUsage.now())
+    """
 
     reserved: int
     reserved_max: int
@@ -131,7 +149,12 @@ class TorchGPUMemoryUsage(NamedTuple):
 
 
 class CPUMemoryUsage(NamedTuple):
-    """Host memory in bytes: the peak of this process, and what it may still allocate."""
+    """Host memory in bytes: the peak of this process, and what it may still allocate.
+
+    Example:
+        >>> tensorizer.utils.CPUMemoryUsage.now().free > 0
+        True
+    """
 
     maxrss: int
     free: int
@@ -166,7 +189,12 @@ def _peak_rss() -> int:
 
 
 class MemoryUsage(NamedTuple):
-    """Host and GPU memory at one moment; the GPU parts are ``None`` without a GPU."""
+    """Host and GPU memory at one moment; the GPU parts are ``None`` without a GPU.
+
+    Example:
+        >>> tensorizer.utils.MemoryUsage.now().cpu.free > 0
+        True
+    """
 
     cpu: CPUMemoryUsage
     gpu: Optional[GlobalGPUMemoryUsage]
@@ -193,7 +221,12 @@ class MemoryUsage(NamedTuple):
 
 
 def get_mem_usage() -> str:
-    """Returns one line about host and GPU memory at this moment. If CUDA is available, this may initialise it."""
+    """Returns one line about host and GPU memory at this moment. If CUDA is available, this may initialise it.
+
+    Example:
+        >>> tensorizer.utils.get_mem_usage().startswith("CPU: ")
+        True
+    """
     return str(MemoryUsage.now())
 
 
@@ -250,12 +283,12 @@ def no_init_or_tensor(loading_code: Callable[[], Model]) -> Model: ...
 def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
     """Build a model without spending time or memory on parameters that a file is about to supply.
 
-    Two forms::
+    Two forms:
 
-        with no_init_or_tensor():
-            model = AutoModelForCausalLM.from_config(config)
-
-        model = no_init_or_tensor(lambda: AutoModelForCausalLM.from_config(config))
+        >>> from tensorizer.utils import no_init_or_tensor
+        >>> with no_init_or_tensor():
+        ...     model = torch.nn.Linear(4, 2)
+        >>> model = no_init_or_tensor(lambda: torch.nn.Linear(4, 2))
 
     While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
     ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else works as always:

@@ -128,6 +128,10 @@ def convert(
         OSError: The source cannot be read, or the target cannot be written.
         ValueError: An argument has another value; `all_files` with a source that is not local; `all_files`, or several
             shards, with a `target` that is neither a folder nor has a known extension.
+
+    Example:
+        >>> tensorizer.convert("model.tensors", "model.safetensors")["tensors"]
+        2
     """
     begin = time.monotonic()
     access = Access.to_write(encryption, stream_options, progress)

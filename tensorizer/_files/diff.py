@@ -99,6 +99,10 @@ def diff(
         CryptographyError: A payload of an encrypted file must be read, and the key is missing or wrong.
         FormatError: Not a file of tensors.
         OSError: It cannot be opened or read.
+
+    Example:
+        >>> tensorizer.diff("model.tensors", "model.tensors")
+        <DiffReport: model.tensors and model.tensors: 0 removed, 0 added, 0 changed, 2 equal>
     """
     with (
         _side(a, Access.to_read(encryption_a, stream_options), filter_func) as first,

@@ -110,6 +110,10 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
     Raises:
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
+
+    Example:
+        >>> [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensorizer.inspect("model.tensors").tensors]
+        [('weight', 'float32', (2, 4)), ('bias', 'float32', (2,))]
     """
     if is_checkpoint(source, stream_options):
         info: FileInfo = reader().inspect(source, stream_options)

@@ -63,6 +63,13 @@ def sign(
             of other weights, say, with the same names and shapes.
         HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
         OSError: The file cannot be read, or the signature cannot be written.
+
+    Example:
+        >>> key = tensorizer.SigningKey.generate()
+        >>> tensorizer.sign("model.tensors", key)["signature"]
+        'model.tensors.sig'
+        >>> tensorizer.verify("model.tensors", public_key=key.public_key).ok
+        True
     """
     signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
     access = Access.to_read(encryption, stream_options, num_readers, progress)

@@ -134,6 +134,10 @@ def verify(
         MissingHashError: `verify` states nothing of a file.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file; ``verify="hub"`` of a
             file that is not from the hub.
+
+    Example:
+        >>> tensorizer.verify("model.tensors")
+        <VerifyReport: model.tensors: ok: 2 verified>
     """
     checks = verification(verify, stream_options)
     wanted = None if sha256 is None else sha256.strip().lower()

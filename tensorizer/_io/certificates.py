@@ -28,6 +28,13 @@ class CAInfo:
 
     Raises:
         ValueError: Not exactly one argument, or no such file or folder.
+
+    Example:
+        >>> from tensorizer.stream_io import CAInfo, open_stream
+        >>> anyone = CAInfo(allow_untrusted=True)
+        >>> with open_stream("https://models.example/model.tensors", certificate_handling=anyone) as stream:
+        ...     print(stream.read(5))
+        b'|TZR|'
     """
 
     def __init__(

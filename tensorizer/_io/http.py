@@ -77,6 +77,12 @@ class CURLStreamFile(WindowedReader):
         http_response_latencies: Seconds from request to response, for the first request and for each one that a
             backward seek made necessary.
         popen_latencies: Seconds until the connection was made, likewise.
+
+    Example:
+        >>> from tensorizer.stream_io import CURLStreamFile
+        >>> with CURLStreamFile("https://models.example/model.tensors", begin=0, end=5) as stream:
+        ...     print(stream.read())
+        b'|TZR|'
     """
 
     def __init__(

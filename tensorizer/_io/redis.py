@@ -160,6 +160,16 @@ class RedisStreamFile(WindowedReader):
         ValueError: Not a Redis URI, a number out of range, or a key below the prefix does not end in a position.
         StreamNotFoundError: No key begins with the prefix.
         StreamError: The server cannot be reached, refuses the login, or fails; an ``OSError``.
+
+    Example:
+        >>> import redis
+        >>> from tensorizer.stream_io import RedisStreamFile
+        >>> client = redis.Redis("localhost", 6379)
+        >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
+        ...     tensors.to_redis(client, "model:")
+        >>> with RedisStreamFile("redis://localhost:6379/model:") as stream:
+        ...     print(stream.read(5))
+        b'|TZR|'
     """
 
     def __init__(

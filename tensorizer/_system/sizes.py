@@ -19,6 +19,10 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
     Returns:
         One decimal and the first unit in which the value is below one step, for example ``"123.5 MB"``. The largest
         unit is PB or PiB. Negative values stay in ``bytes``.
+
+    Example:
+        >>> tensorizer.utils.convert_bytes(1_500_000)
+        '1.5 MB'
     """
     step = 1000 if decimal else 1024
     units = ("KB", "MB", "GB", "TB", "PB") if decimal else ("KiB", "MiB", "GiB", "TiB", "PiB")

@@ -75,6 +75,12 @@ def save_pretrained(
         UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors; a
             ``SentenceTransformer`` in another format than ``"safetensors"``.
         OSError: The folder cannot be written.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> save_pretrained(LlamaForCausalLM(config), "llama")
     """
     from tensorizer.integrations._hf.saving import save_folder
 
@@ -184,6 +190,14 @@ def from_pretrained(
         UnsupportedContentError: A model quantised by ``torchao``, unless the library can read a local folder itself.
         VerificationError, CryptographyError, FormatError, OSError: The files, as for
             :class:`tensorizer.TensorDeserializer`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> save_pretrained(LlamaForCausalLM(config), "llama")
+        >>> type(from_pretrained("llama", progress=False)).__name__
+        'LlamaForCausalLM'
     """
     if progress is None:
         progress = terminal_bar()
@@ -256,6 +270,15 @@ def load_adapter(
     Raises:
         TypeError: An object of another kind.
         LoadError, OSError, ValueError: As for :func:`from_pretrained`.
+
+    Example:
+        >>> from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
+        >>> from peft import LoraConfig, get_peft_model
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj"]))
+        >>> save_pretrained(adapted, "adapter")
+        >>> model = load_adapter(LlamaForCausalLM(config), "adapter")
     """
     from tensorizer.integrations._hf.folders import LoadOptions, open_folder
     from tensorizer.integrations._hf.objects import load_adapter_into

@@ -88,6 +88,13 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         public_key: Who has to have signed a checkpoint that is loaded, as for :class:`tensorizer.TensorDeserializer`;
             loading a checkpoint of torch then raises.
         stream_options: Keywords for opening ``s3://`` URIs; ``storage_options`` of a save take precedence.
+
+    Example:
+        >>> from tensorizer.integrations.lightning import TensorizerCheckpointIO
+        >>> storage = TensorizerCheckpointIO()
+        >>> storage.save_checkpoint({"epoch": 3, "state_dict": {"weight": torch.ones(4)}}, "last.ckpt")
+        >>> storage.load_checkpoint("last.ckpt")["epoch"]
+        3
     """
 
     def __init__(
@@ -291,10 +298,7 @@ def load_from_checkpoint(
     """Makes a ``LightningModule`` from a checkpoint of :class:`TensorizerCheckpointIO`, with its hyperparameters.
 
     It does what ``module_class.load_from_checkpoint(path)`` does for files of ``torch.save``, and reads these as well.
-    A ``LightningDataModule`` works too. ::
-
-        model = load_from_checkpoint(MyModule, "run/last.ckpt")
-        model.eval()
+    A ``LightningDataModule`` works too.
 
     Args:
         module_class: The class to make.
@@ -317,6 +321,17 @@ def load_from_checkpoint(
         FormatError: The file is not a checkpoint of :class:`TensorizerCheckpointIO`.
         RuntimeError: With `strict`, names or shapes of the module and of the checkpoint differ.
         pickle.UnpicklingError: As for :meth:`TensorizerCheckpointIO.load_checkpoint`.
+
+    Example:
+        >>> from lightning import LightningModule
+        >>> from tensorizer.integrations.lightning import TensorizerCheckpointIO, load_from_checkpoint
+        >>> class Module(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(4, 2)
+        >>> checkpoint = {"state_dict": Module().state_dict(), "pytorch-lightning_version": "2.0.0"}
+        >>> TensorizerCheckpointIO().save_checkpoint(checkpoint, "last.ckpt")
+        >>> model = load_from_checkpoint(Module, "last.ckpt")
     """
     reader = TensorizerCheckpointIO(
         decryption=decryption, verify_hash=verify_hash, public_key=public_key, stream_options=stream_options

@@ -44,6 +44,12 @@ class TensorsTrainerMixin:
         encryption: Encrypts the weights of checkpoints (:class:`tensorizer.EncryptionParams`). The trainer's other
             files are not encrypted, and the state of the optimizer reveals much about the weights.
         decryption: The key that belongs to it, for resuming.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> from tensorizer.integrations.transformers import TensorsTrainerMixin
+        >>> class TensorsTrainer(TensorsTrainerMixin, Trainer):
+        ...     pass
     """
 
     encryption: Any = None
@@ -136,6 +142,10 @@ class TensorsCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         TypeError: A keyword that ``save_pretrained`` does not have.
+
+    Example:
+        >>> from tensorizer.integrations.transformers import TensorsCallback
+        >>> callback = TensorsCallback()  # Trainer(..., callbacks=[callback])
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from . import serving
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    tells_version = False
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -30,6 +31,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {begin}-{begin + len(part) - 1}/{len(data)}")
+        if self.tells_version:
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
@@ -37,9 +40,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve_folder(folder: Path) -> Iterator[str]:
-    """The address of a server of ``folder`` that runs while the block does."""
-    handler = functools.partial(_Handler, directory=str(folder))
+def serve_folder(folder: Path, tells_version: bool = False) -> Iterator[str]:
+    """The address of a server of ``folder`` that runs while the block does; it may tell the version of each file."""
+    kind = type("Handler", (_Handler,), {"tells_version": tells_version})
+    handler = functools.partial(kind, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     with serving(server):
         yield f"http://127.0.0.1:{server.server_port}"

@@ -37,6 +37,12 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
     Args:
         writer: Keywords of :class:`TensorizerWriter`.
         reader: Keywords of :class:`TensorizerReader`.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from tensorizer.distributed import dcp_default
+        >>> with dcp_default():
+        ...     _ = dcp.save({"weight": torch.ones(4)}, checkpoint_id="run", no_dist=True)
     """
     # Wrong keywords fail here.
     TensorizerWriter(None, **(writer or {}))

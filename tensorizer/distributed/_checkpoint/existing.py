@@ -69,6 +69,11 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
     Raises:
         OSError: The store cannot be asked, or the keys are wrong. A store that forbids to read a file (403) counts as
             one that does not have it, since that is its answer for missing files to keys that may not list.
+
+    Example:
+        >>> from tensorizer.distributed import is_complete
+        >>> is_complete("no such folder")
+        False
     """
     folder = Folder.at(checkpoint, stream_options)
 
@@ -113,6 +118,13 @@ def verify(
         FileNotFoundError: There is no complete checkpoint.
         OSError: The marker cannot be read. If that is so on one rank, all raise.
         TypeError, ValueError: Wrong arguments.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from tensorizer.distributed import TensorizerWriter, verify
+        >>> _ = dcp.save({"weight": torch.ones(4), "step": 7}, storage_writer=TensorizerWriter("run"), no_dist=True)
+        >>> verify("run").verified
+        ('weight',)
     """
     access = Access.to_read(encryption, stream_options, threads)
     thread_limit("threads", threads)

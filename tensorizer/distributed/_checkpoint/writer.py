@@ -94,6 +94,11 @@ class TensorizerWriter(Located, StorageWriter):
         TypeError: An argument of the wrong type.
 
     Source: docs/training.md, "Distributed checkpoints".
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from tensorizer.distributed import TensorizerWriter
+        >>> _ = dcp.save({"weight": torch.ones(4), "step": 7}, storage_writer=TensorizerWriter("run"), no_dist=True)
     """
 
     def __init__(
