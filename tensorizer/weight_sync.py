@@ -202,7 +202,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         self._new_run = bool(new_run)
         self._store = open_store(location, stream_options, writes=True)
         self._lock = threading.RLock()
-        self._conflict: Optional[ConflictError] = None
+        self._conflict: Optional[str] = None
         self._closed = False
         self._read: Optional[Read] = None  # the pointer as it was seen last
         self._pointer: Optional[Pointer] = None  # the same; None before the first look, and where there is none
@@ -217,7 +217,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         """Lets others publish, and frees the copy of the tensors. A second call does nothing."""
         with self._lock:
             self._closed, self._snapshot = True, None
-            self._store.unlock()
+            self._store.close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -262,11 +262,11 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
             if self._closed:
                 raise ValueError("the publisher is closed")
             if self._conflict is not None:
-                raise ConflictError(str(self._conflict))
+                raise ConflictError(self._conflict)
             try:
                 return self._publish(given, form, version, texts)
             except ConflictError as error:
-                self._conflict = error
+                self._conflict = str(error)
                 raise
             except Exception:
                 with contextlib.suppress(Exception):  # what came first says more
@@ -418,6 +418,8 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         try:
             return files.write_file(file, self._store, self._hashes, self._encryption, self._signer)
         except OSError as error:
+            if self._store.without_conditions(error):
+                return files.write_file(file, self._store, self._hashes, self._encryption, self._signer)
             if self._store.refuses_existing(error):
                 self._strays.remove(file.name)  # it is somebody else's
             raise
@@ -662,6 +664,7 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
         """Frees what was fetched and not applied. The target stays as it is. A second call does nothing."""
         with self._lock:
             self._closed, self._staged = True, None
+            self._store.close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -119,8 +119,11 @@ def write_file(
         digest = None if session is None else session.index_digest
         if digest is None or not store.refuses_existing(error):
             raise
-        there = _written(file.name, store)
-        if there.index_digest != digest.hex():
+        try:
+            there = _written(file.name, store)
+        except (FormatError, OSError):
+            there = None
+        if there is None or there.index_digest != digest.hex():
             raise
         return there  # the answer to an earlier try was lost
     assert digest is not None

@@ -67,8 +67,8 @@ class Store:
             ConflictError: Another one does.
         """
 
-    def unlock(self) -> None:
-        """Lets others publish."""
+    def close(self) -> None:
+        """Lets others publish, and ends connections."""
 
     def write_pointer(self, content: bytes, known: Optional[Read]) -> Read:
         """Replaces `known`, or what is not there; durable when it returns.
@@ -164,7 +164,7 @@ class FolderStore(Store):
         self._lock = lock
         _locks.add(self)
 
-    def unlock(self) -> None:
+    def close(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -193,7 +193,7 @@ class FolderStore(Store):
 def _forget_locks() -> None:
     """In a forked child: the lock is the parent's, and ends with it."""
     for store in list(_locks):
-        store.unlock()
+        store.close()
 
 
 os.register_at_fork(after_in_child=_forget_locks)
@@ -270,6 +270,9 @@ class S3Store(Store):
             if found is None or found.content != content:
                 raise NotMetError
             return Read(*found)
+
+    def close(self) -> None:
+        self._pointer.close()
 
     def names(self) -> list[str]:
         return [name for name in self._prefix().names() if version_of(name) is not None]

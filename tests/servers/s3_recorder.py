@@ -62,6 +62,8 @@ class S3Recorder(Server):
         refuse: From an operation to the status and code that answer requests of it that carry a checksum.
         refuse_all: The same for any request of the operation.
         fail_once: The same, once, for any request of the operation.
+        lose_answer_once: Operations that are done, once, and answered with status 500.
+        knows_conditions: Whether writes on conditions are done; where not, they are answered with status 501.
         echoes_checksums: Whether the answer to a new upload says that its parts are compared.
         hold_parts: So many parts at a time are waited for before one is answered (30 s at most).
         most_parts: So many parts were on their way at the same time.
@@ -81,6 +83,8 @@ class S3Recorder(Server):
         self.refuse: dict[str, tuple[int, str]] = {}
         self.refuse_all: dict[str, tuple[int, str]] = {}
         self.fail_once: dict[str, tuple[int, str]] = {}
+        self.lose_answer_once: set[str] = set()
+        self.knows_conditions = True
         self.echoes_checksums = True
         self.hold_parts = 0
         self.most_parts = self._running = 0
@@ -164,7 +168,28 @@ class S3Recorder(Server):
         given = request.headers.get("x-amz-checksum-crc32")
         if given is not None and given != base64.b64encode(zlib.crc32(request.body).to_bytes(4, "big")).decode():
             return self._error(400, "BadDigest")
-        return getattr(self, f"_{name}")(request)
+        refusal = self._unmet_condition(request) if request.method in ("PUT", "POST") else None
+        if refusal is not None:
+            return self._error(*refusal)
+        answer = getattr(self, f"_{name}")(request)
+        if name in self.lose_answer_once:
+            self.lose_answer_once.remove(name)
+            return self._error(500, "InternalError")
+        return answer
+
+    def _unmet_condition(self, request: RecordedRequest) -> Optional[tuple[int, str]]:
+        wanted, new_only = request.headers.get("if-match"), request.headers.get("if-none-match")
+        if wanted is None and new_only is None:
+            return None
+        if not self.knows_conditions:
+            return 501, "NotImplemented"
+        with self._changed:
+            found = self.objects.get(request.path)
+        if new_only is not None:
+            return None if found is None else (412, "PreconditionFailed")
+        if found is None:
+            return 404, "NoSuchKey"
+        return None if wanted == self._etag_of(request.path) else (412, "PreconditionFailed")
 
     def _error(self, status: int, code: str) -> tuple[int, dict[str, str], bytes]:
         return status, {}, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
@@ -216,8 +241,7 @@ class S3Recorder(Server):
 
     def _PutObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
         with self._changed:
-            if request.headers.get("if-none-match") == "*" and request.path in self.objects:
-                return self._error(412, "PreconditionFailed")
+            self.whole_etags.pop(request.path, None)
             self.objects[request.path] = request.body
         return 200, {"ETag": self._etag(request.body)}, b""
 
@@ -251,7 +275,9 @@ class S3Recorder(Server):
         data = self.objects.get(request.path)
         if data is None:
             return self._error(404, "NoSuchKey")
-        fields = {"ETag": self._etag(data)}
+        fields = {"ETag": self._etag_of(request.path)}
+        if request.headers.get("if-none-match") == fields["ETag"]:
+            return 304, fields, b""
         asked = request.headers.get("range")
         if asked is None:
             return 200, fields, data
@@ -259,6 +285,9 @@ class S3Recorder(Server):
         end = min(int(last) + 1 if last else len(data), len(data))
         fields["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
         return 206, fields, data[int(first) : end]
+
+    def _etag_of(self, path: str) -> str:
+        return self.whole_etags.get(path) or self._etag(self.objects[path])
 
     def _etag(self, data: bytes, ending: str = "") -> str:
         return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}{ending}"'

@@ -59,6 +59,13 @@ class ConditionalObject:
         if not self._write:
             self._write, self._known_access = True, None
 
+    def close(self) -> None:
+        """Ends the connections of a client that was made here; the next request makes another one."""
+        access, self._known_access = self._known_access, None
+        if access is not None and self._options.client_factory is None:
+            with contextlib.suppress(Exception):
+                access.client.close()
+
     def read(self, known: Optional[Version]) -> Optional[Version]:
         """The object, which is `known` itself if it is still that one; ``None``: there is none.
 
