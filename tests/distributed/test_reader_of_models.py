@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -307,3 +308,36 @@ def test_ranks_share_a_model(fresh_process, tmp_path, program):
     """
     result = fresh_process(text, tmp_path, timeout=200)
     assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_verify_of_the_reader_compares_whole_files_of_a_model_with_a_list(tmp_path):
+    place = tmp_path / "model"
+    place.mkdir()
+    save_file(TENSORS, place / "model.safetensors", max_shard_size=40)
+    shards = sorted(place.glob("model-*"))
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text("".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in shards))
+    loads(place, verify=sums)
+    part = {"half": torch.zeros(6, dtype=torch.bfloat16)}
+    load(part, place, verify=str(sums))
+    content = bytearray(shards[0].read_bytes())
+    content[-1] ^= 1
+    shards[0].write_bytes(content)
+    error = refusal(place, verify=sums, while_reading=True)
+    assert isinstance(error, HashMismatchError)
+    assert shards[0].name in str(error)
+    sums.write_text(f"{'0' * 64}  other\n")
+    assert "expected a line for" in str(refusal(place, verify=sums))
+    save(TENSORS, tmp_path / "checkpoint")
+    assert "expected a model" in str(refusal(tmp_path / "checkpoint", verify=sums))
+
+
+def test_verify_auto_of_the_reader_compares_digests_where_there_are_some(tmp_path):
+    save_file(TENSORS, tmp_path / "m.tensors")
+    save_file(TENSORS, tmp_path / "m.safetensors")
+    for name in ("m.tensors", "m.safetensors"):
+        loads(tmp_path / name, verify="auto")
+    content = bytearray((tmp_path / "m.tensors").read_bytes())
+    content[content.index(TENSORS["weight"].numpy().tobytes()) + 4] ^= 1
+    (tmp_path / "m.tensors").write_bytes(content)
+    assert isinstance(refusal(tmp_path / "m.tensors", verify="auto", while_reading=True), HashMismatchError)

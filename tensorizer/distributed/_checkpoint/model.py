@@ -24,6 +24,7 @@ from tensorizer._io.access import Access
 from tensorizer._io.shards import OpenedShards
 from tensorizer._io.sources import OpenedSource, version_of
 from tensorizer._io.uri import local_path
+from tensorizer._load.digests import Verification
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import TensorSlice
 from tensorizer._load.reader import FileReader, ReadOptions, no_collections
@@ -55,11 +56,10 @@ class ModelFiles:
         AuthenticationError: It is not what its key or a signature vouches for.
     """
 
-    def __init__(self, place: Any, access: Access, *, verify: bool) -> None:
-        self._verify = verify
-        self.file: OpenFile = open_file(
-            place, access, ReadOptions(verify_hash=verify or None, allow_missing_hashes=True)
-        )
+    def __init__(self, place: Any, access: Access, *, verify: bool, checks: Verification) -> None:
+        options = ReadOptions(verify_hash=verify or None, allow_missing_hashes=True, verification=checks)
+        self.file: OpenFile = open_file(place, access, options)
+        self._verify = verify or bool(checks.stored) or (checks.where_stored and self.file.index.stores_hashes)
         try:
             if not self.file.shows_all:
                 self.file.read_headers(self.file.stored)
@@ -116,8 +116,10 @@ class ModelFiles:
         return torch_saved(self._states[name][1])
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fills the targets. Raises as :func:`~tensorizer.distributed._checkpoint.reading.fill`."""
+        """Fills the targets. Raises as :func:`~tensorizer.distributed._checkpoint.reading.fill`, and
+        :class:`HashMismatchError` for a file that is not what it has to be."""
         fill(wants, verify=self._verify or self.file.checks_whole, check=_agreed)
+        self.file.check_files()
 
 
 def _agreed(reader: FileReader, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:

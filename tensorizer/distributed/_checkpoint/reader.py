@@ -20,6 +20,7 @@ from tensorizer._io.access import Access, Trust
 from tensorizer._io.model_files import may_be_folder
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._keys import check_decryption
+from tensorizer._load.digests import verification
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
@@ -55,6 +56,9 @@ class TensorizerReader(Located, StorageReader):
             the ``checkpoint_id`` of the load.
         verify_hash: Compares everything that is read with its digest, and digests of a checkpoint with its marker. It
             reads whole boxes or tensors, also if a part is enough.
+        verify: What the files of a model are compared with, as for :func:`tensorizer.load_stream`: ``"hub"``, a path or
+            URI of a ``SHA256SUMS`` file or of a signature of the model, or ``"auto"``, digests in ``.tensors`` files.
+            Each rank then reads whole files. ``None`` leaves it to `verify_hash`.
         allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
         encryption: The key of an encrypted checkpoint or file, or a function without arguments that returns it. It
             authenticates marker and files.
@@ -95,6 +99,7 @@ class TensorizerReader(Located, StorageReader):
         path: Optional[PathLike] = None,
         *,
         verify_hash: bool = False,
+        verify: Any = None,
         allow_pickle: bool = False,
         encryption: DecryptionArgument = None,
         threads: Optional[int] = None,
@@ -110,6 +115,7 @@ class TensorizerReader(Located, StorageReader):
         thread_limit("threads", threads)
         self._threads = threads
         self._verify = verify_hash or bool(self._trust.public_keys)
+        self._checks = verification(verify, stream_options)
         self._allow_pickle = allow_pickle
         self._load_id = str(uuid.uuid4())
         self._metadata: Optional[Metadata] = None
@@ -144,6 +150,8 @@ class TensorizerReader(Located, StorageReader):
         self._forget()
         try:
             found = self._checkpoint_metadata(rank) if self._may_be_folder() else None
+            if found is not None and self._checks.files is not None:
+                raise ValueError(f"verify: expected a model, got the checkpoint {self._shown()}")
             if found is None:
                 if rank is not None:  # torch asks so if the first answer was an error, which says what is wrong
                     raise failure or _nothing_at(self._shown(), None)
@@ -266,7 +274,7 @@ class TensorizerReader(Located, StorageReader):
     def _model_metadata(self) -> Metadata:
         """What the index of a model says, which stays open until it is read."""
         try:
-            model = ModelFiles(self._place(), self._access(), verify=self._verify)
+            model = ModelFiles(self._place(), self._access(), verify=self._verify, checks=self._checks)
         except (FileNotFoundError, StreamIsADirectoryError) as error:
             raise _nothing_at(self._shown(), error) from error
         self._model, self._seen = model, model.seen

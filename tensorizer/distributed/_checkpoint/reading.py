@@ -65,6 +65,7 @@ def fill(wants: Iterable[Want], *, verify: bool, check: Check) -> None:
     """
     direct: dict[tuple[FileReader, torch.device], dict[int, Want]] = {}
     others: dict[OpenFile, list[Want]] = {}
+    hashed: dict[FileReader, torch.device] = {}
     for want in wants:
         reader, local = want.file.part(want.entry)
         if verify and not reader.index.stores_hashes:
@@ -72,7 +73,9 @@ def fill(wants: Iterable[Want], *, verify: bool, check: Check) -> None:
         together = direct.setdefault((reader, want.target.device), {})
         # Zeros that a file holds no data of are made on the way of parts.
         has_data = reader.index.data_nbytes(local) > 0
-        if has_data and want.is_whole and want.fills_memory and local not in together:
+        device = hashed.setdefault(reader, want.target.device)  # loads to several would wait for each other's bytes
+        is_alone = reader.expected_sha256 is None or device == want.target.device
+        if has_data and want.is_whole and want.fills_memory and local not in together and is_alone:
             together[local] = want
         else:
             others.setdefault(want.file, []).append(want)
