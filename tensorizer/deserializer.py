@@ -488,6 +488,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         *,
         strict: bool = False,
         prefix: str = "",
+        in_place: bool = False,
     ) -> int:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
@@ -512,13 +513,18 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             prefix: Loads only the tensors whose name begins with this text, under the rest of their name:
                 ``prefix="model."`` loads ``model.lm_head.weight`` into ``lm_head.weight``. Steps of names of nested
                 containers are joined by dots.
+            in_place: Writes over the tensors of `m`, which keep their identity and ``data_ptr``, for example those that
+                a CUDA graph has recorded. Names, shapes and dtypes must be those of the file (with `filter_func`, of
+                what it accepts), and with verification the digests are compared, before the first write. All tensors
+                of the file are in memory a second time until they are written.
 
         Returns:
             The number of tensors placed. :attr:`report`, a :class:`LoadReport`, has their names and what did not fit.
 
         Raises:
-            LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
-                the file's; the message names all of them. With `strict`, any other difference. `m` is as it was.
+            LoadError: With `in_place`, a name, shape or dtype differs, or a tensor has no data; `m` is as it was.
+                Otherwise: tensors of `m` with data have another shape or kind (floating point, complex, integer, bool)
+                than the file's; the message names all of them. With `strict`, any other difference. `m` is as it was.
                 Without `strict`, tensors of `m` on the meta device are replaced even so, with one warning.
             FormatError: Two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
@@ -549,7 +555,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             view = ModuleView(m)
             hands_over = is_state_dict(file, stored.values()) and view.changes_state_dict and view.assigns
             how = Filling(ties="stored", by_modules=not hands_over, tells_unfilled=True)
-            fill = ModuleFill(view, file, stored, how, strict, filter_func, prefix)
+            if in_place:
+                how = Filling(assign=False, ties="kept", by_modules=True, in_place=True)
+            fill = ModuleFill(view, file, stored, how, strict or in_place, filter_func, prefix)
             try:
                 return len(fill.run(verify_hash).loaded)
             finally:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import TensorType
 from tensorizer._format.extra_state import is_without_state, modules_of, saved_beside, state_name, takes_state
+from tensorizer._format.payloads import has_own_data
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
@@ -138,6 +139,23 @@ class ModuleView:
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a DTensor, of which each rank holds a part."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def unfit_in_place(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """Why a tensor cannot be written over with one of this dtype and shape; nothing where it can."""
+    if is_dtensor(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return f"expected a plain tensor, got a {type(tensor).__name__} of layout {tensor.layout}"
+    if tuple(tensor.shape) != shape:
+        return f"expected shape {list(shape)}, got {list(tensor.shape)}"
+    if tensor.dtype != dtype:
+        return f"expected {dtype}, got {tensor.dtype}"
+    if tensor.is_meta:
+        return "expected a tensor with data, got one on the meta device"
+    if not has_own_data(tensor):
+        return "expected a tensor with memory of its own"
+    if tensor.numel() and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), shape)):
+        return "it is expanded: several of its elements are in one place; clone() it before"
+    return ""
 
 
 def names_by_tensor(values: Mapping[str, Any]) -> list[list[str]]:

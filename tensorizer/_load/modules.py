@@ -16,7 +16,7 @@ from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
 from tensorizer._format.names import Name, double_name, listed
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, shown
+from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, shown, unfit_in_place
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit, misplaced
@@ -41,6 +41,8 @@ class Filling(NamedTuple):
     """Whether the file lists what modules hold, as ``load_into_module`` takes it, and not a state dict."""
     ignores_sizes: bool = False
     """Whether tensors of another shape or kind stay as they are."""
+    in_place: bool = False
+    """Whether every tensor must be of the shape and dtype of the file's, and is written over."""
     tells_unfilled: bool = False
     """Whether a warning names parameters that stay as they were; without, the report does alone."""
 
@@ -202,7 +204,24 @@ class ModuleFill:
                 f"{report.source}: tensors of the model that are expanded have several elements in one place, which no "
                 f"copy can fill: {listed(expanded)}; clone() them before, or use assign=True"
             )
+        if self._how.in_place:
+            self._check_in_place()
         self._slots = {**self._slots, **new} if new else self._slots
+
+    def _check_in_place(self) -> None:
+        problems = []
+        for name in self.report.loaded:
+            i, target = self._stored[name], self._slots[name].tensor
+            stored = self._file.stored_dtype(i)
+            dtype = self._file.options.dtype if self._file.casts(stored) else stored
+            if target is not None and dtype is not None:
+                shape = () if target.dim() == 0 and self._file.may_be_scalar(i) else self._file.index.shape(i)
+                problem = unfit_in_place(target, dtype, shape)
+                problems += [f"{name!r:.200}: {problem}"] if problem else []
+        if problems:
+            raise self.report.refusal(
+                f"{self.report.source}: not written over {self.report.module}: {'; '.join(problems)}"
+            )
 
     @functools.cached_property
     def _groups(self) -> list[list[str]]:
@@ -246,6 +265,10 @@ class ModuleFill:
                 device = self._file.device_of(group[0])
                 with ordinary_tensors():
                     shared.append((group, torch.zeros((), dtype=torch.long, device=device)))
+        if self._how.in_place:
+            there = ((self._slots[names[0]].tensor, source) for names, source in shared)
+            write_over((target, source) for target, source in there if target is not None)
+            return
         replaces = None if self._assign is True else self._replaces
         place(self._slots, shared, replaces, keep_ties_of_file=self._how.ties == "stored")
 
@@ -449,6 +472,13 @@ def place(
     with torch.no_grad():
         for target, source in copied:
             target.copy_(source)
+
+
+def write_over(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies tensors over others of their shape and dtype, which stay where they are; autograd does not notice it."""
+    with torch.inference_mode():  # inference tensors can be written to, and other ones stay what they are
+        for target, source in pairs:
+            target.data.copy_(source)
 
 
 def _is_expanded(tensor: Optional[torch.Tensor]) -> bool:

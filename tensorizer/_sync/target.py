@@ -10,8 +10,9 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.names import listed
-from tensorizer._format.payloads import can_be_filled, has_own_data
-from tensorizer._load.fit import ModuleView, is_dtensor
+from tensorizer._format.payloads import can_be_filled
+from tensorizer._load.fit import ModuleView, unfit_in_place
+from tensorizer._load.modules import write_over
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import place_of
 from tensorizer._save.session import memory_of
@@ -88,7 +89,7 @@ class Target:
                 tensor = self.tensors.get(name)
                 if tensor is None:
                     continue
-                problem = _misfit(tensor, dtype, shape)
+                problem = unfit_in_place(tensor, dtype, shape)
                 if problem:
                     problems.append(f"{name!r:.200}: {problem}")
                 elif (memory := place_of(tensor)) is None or memory not in seen:
@@ -147,11 +148,10 @@ class Target:
         """Writes what changes. Twice does the same as once."""
         plain = [p for p in self.places if p.name in changes.pairs and is_plain(p.tensor)]
         _C.write_deltas([(memory_of(p.tensor), changes.pairs[p.name].delta) for p in plain])
-        with torch.inference_mode():  # inference tensors can be written to, and other ones stay what they are
+        write_over((p.tensor, changes.whole[p.name]) for p in self.places if p.name in changes.whole)
+        with torch.inference_mode():
             for place in self.places:
-                if place.name in changes.whole:
-                    place.tensor.data.copy_(changes.whole[place.name])
-                elif place.name in changes.pairs and not is_plain(place.tensor):
+                if place.name in changes.pairs and not is_plain(place.tensor):
                     _write_elements(place.tensor.data, changes.pairs[place.name].delta)
 
     def fill(self, file: OpenFile) -> None:
@@ -174,32 +174,13 @@ class Target:
                 file.readers[0].read_into(entries, [together[entry] for entry in entries], device)
         for batch in runs(sorted(copied), file.index.loaded_nbytes, PIECE_NBYTES):
             for entry, tensor in zip(batch, file.read(batch, verify=True)):
-                with torch.inference_mode():
-                    for target in copied[entry]:
-                        target.data.copy_(tensor)
+                write_over((target, tensor) for target in copied[entry])
 
 
 def _allocated(form: Form) -> dict[str, torch.Tensor]:
     with ordinary_tensors():
         tensors = {name: empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in form.tensors.items()}
     return {**tensors, **{alias: tensors[first] for alias, first in form.ties.items()}}
-
-
-def _misfit(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Why a tensor cannot hold another one; nothing where it can."""
-    if is_dtensor(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-        return f"expected a plain tensor, got a {type(tensor).__name__} of layout {tensor.layout}"
-    if tuple(tensor.shape) != shape:
-        return f"expected shape {list(shape)}, got {list(tensor.shape)}"
-    if tensor.dtype != dtype:
-        return f"expected {dtype}, got {tensor.dtype}"
-    if tensor.is_meta:
-        return "expected a tensor with data, got one on the meta device"
-    if not has_own_data(tensor):
-        return "expected a tensor with memory of its own"
-    if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), shape)) and tensor.numel():
-        return "it is expanded: several of its elements are in one place; clone() it before"
-    return ""
 
 
 # --- elements of tensors that C++ does not reach ----------------------------------------------------------------------

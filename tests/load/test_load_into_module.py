@@ -1064,3 +1064,87 @@ def test_load_state_dict_that_assigns_plain_tensors_keeps_buffers(tmp_path):
     with open_bytes((tmp_path / "m.tensors").read_bytes()) as file:
         module.load_state_dict(file, assign=True)
     assert not dict(module.named_buffers())  # as in 2.12.1
+
+
+# --- in place ---------------------------------------------------------------------------------------------------------
+
+
+def in_place_models():
+    torch.manual_seed(4)
+    return [torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("from_state_dict", [False, True])
+@pytest.mark.parametrize("lazy_load", [False, True])
+def test_load_into_module_in_place_keeps_tensors_where_they_are(tmp_path, from_state_dict, lazy_load):
+    written, module = in_place_models()
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_state_dict(written.state_dict()) if from_state_dict else serializer.write_module(written)
+    before = {name: (id(p), p.data_ptr()) for name, p in module.state_dict(keep_vars=True).items()}
+    with TensorDeserializer(tmp_path / "m.tensors", device="cpu", lazy_load=lazy_load) as file:
+        assert file.load_into_module(module, verify_hash=True, in_place=True) == len(before)
+    after = module.state_dict(keep_vars=True)
+    assert {name: (id(p), p.data_ptr()) for name, p in after.items()} == before
+    assert all(torch.equal(after[name], tensor) for name, tensor in written.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda m: m.append(torch.nn.Linear(2, 2)), "Missing key"),
+        (lambda m: m.pop(1), "Unexpected key"),
+        (lambda m: setattr(m[0], "weight", torch.nn.Parameter(torch.zeros(4, 3))), "0.weight"),
+        (lambda m: m[0].half(), "expected torch.float32, got torch.float16"),
+        (lambda m: m[0].to("meta"), "meta device"),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "meta"],
+)
+def test_load_into_module_in_place_refuses_what_differs_before_it_writes(tmp_path, spoil, problem):
+    written, module = in_place_models()
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(written)
+    spoil(module)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    file = TensorDeserializer(tmp_path / "m.tensors", device="cpu", lazy_load=True)
+    with file, pytest.raises(LoadError, match=problem):
+        file.load_into_module(module, in_place=True)
+    assert all(t.is_meta or torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+def test_load_into_module_in_place_compares_digests_before_it_writes(tmp_path):
+    written, module = in_place_models()
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(written)
+    data = bytearray((tmp_path / "m.tensors").read_bytes())
+    data[-10] ^= 1  # of the last payload
+    (tmp_path / "m.tensors").write_bytes(data)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    file = TensorDeserializer(tmp_path / "m.tensors", device="cpu", lazy_load=True)
+    with file, pytest.raises(HashMismatchError):
+        file.load_into_module(module, verify_hash=True, in_place=True)
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+def test_load_into_module_in_place_keeps_ties(tmp_path):
+    written, module = in_place_models()
+    for one in (written, module):
+        one.add_module("2", torch.nn.Linear(4, 3))
+        one[2].weight = one[0].weight
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(written)
+    weight = module[0].weight
+    with TensorDeserializer(tmp_path / "m.tensors", device="cpu", lazy_load=True) as file:
+        file.load_into_module(module, in_place=True)
+    assert module[0].weight is module[2].weight is weight
+    assert torch.equal(weight, written[0].weight)
+
+
+def test_load_into_module_in_place_writes_only_what_a_filter_accepts(tmp_path):
+    written, module = in_place_models()
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(written)
+    bias = module[0].bias.clone()
+    with TensorDeserializer(tmp_path / "m.tensors", device="cpu", lazy_load=True) as file:
+        assert file.load_into_module(module, filter_func=lambda name: name == "0.weight", in_place=True) == 1
+    assert torch.equal(module[0].weight, written[0].weight)
+    assert torch.equal(module[0].bias, bias)
