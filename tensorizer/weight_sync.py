@@ -54,7 +54,7 @@ from tensorizer.errors import (
 )
 from tensorizer.signing import PublicKeyArgument, SigningKey
 
-__all__ = ["Applied", "Published", "WeightFollower", "WeightPublisher"]
+__all__ = ["WeightFollower", "WeightPublisher"]
 
 logger = logging.getLogger("tensorizer.weight_sync")
 
@@ -490,6 +490,14 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
         ValueError: A location of another kind.
         TypeError: An argument of another type.
         OSError: The place cannot be read.
+
+    Example:
+        >>> from tensorizer.weight_sync import WeightFollower, WeightPublisher
+        >>> with WeightPublisher("weights") as publisher:
+        ...     _ = publisher.publish({"weight": torch.ones(4)})
+        >>> with WeightFollower("weights", None) as follower:
+        ...     print(follower.version, follower.tensors["weight"])
+        0 tensor([1., 1., 1., 1.])
     """
 
     def __init__(

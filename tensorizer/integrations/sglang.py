@@ -26,7 +26,7 @@ def weights_iterator(
     Raises:
         TypeError, OSError, FormatError, HashMismatchError: As :func:`tensorizer.load_stream`.
 
-    >>> import tensorizer
+    >>> from tensorizer.integrations.sglang import weights_iterator
     >>> tensorizer.save_file({"a": torch.ones(2)}, "model.safetensors")
     >>> dict(weights_iterator("model.safetensors"))
     {'a': tensor([1., 1.])}
@@ -47,6 +47,14 @@ def load_weights(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
     Raises:
         OSError, FormatError, HashMismatchError: As :func:`tensorizer.load_stream`.
+
+    Example:
+        >>> from tensorizer.integrations.sglang import load_weights
+        >>> class Model:
+        ...     def load_weights(self, weights):
+        ...         print([name for name, _ in weights])
+        >>> load_weights(Model(), [("model.tensors", None)])
+        ['weight', 'bias']
     """
     for source, _ in named_tensors:
         with load_stream(source) as stream:

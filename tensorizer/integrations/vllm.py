@@ -39,6 +39,10 @@ def register() -> None:
     """Makes the load format ``tensorizer_stream`` known to vLLM; done once in a process.
 
     A vLLM with another interface gets a warning, and goes on with its other formats.
+
+    Example:
+        >>> from tensorizer.integrations.vllm import register
+        >>> register()
     """
     try:
         from vllm.model_executor import model_loader

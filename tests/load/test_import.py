@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -85,8 +86,9 @@ assert isinstance(TensorType.PARAM, tensorizer.TensorType)
 
 def test_the_page_of_the_reference_has_every_name_of_the_package():
     page = (Path(__file__).parents[2] / "docs" / "api" / "index.md").read_text(encoding="utf-8")
-    section = page.partition("## Names in the package")[2]
-    assert not [name for name in tensorizer.__all__ if f"`{name}`" not in section and name not in errors.__all__]
+    section = page.partition("## Names in the package")[2].partition("## Examples")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE))
+    assert listed.keys() == {*tensorizer.__all__}
     assert len(set(tensorizer.__all__)) <= 70
 
 
