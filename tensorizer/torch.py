@@ -73,8 +73,9 @@ def load_file(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, one of which must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
-        direct_io: Whether a local file is read past the page cache, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
+        direct_io: Whether a local file is read past the page cache, as for
+            :class:`tensorizer.TensorDeserializer`.
 
     Returns:
         Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of
@@ -229,7 +230,7 @@ def load_model(
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
 
     Returns:
         The report; ``missing, unexpected = load_model(…)`` works as with ``safetensors``.
@@ -317,7 +318,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
 
     Raises:
         ValueError: Another framework.

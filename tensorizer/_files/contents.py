@@ -230,7 +230,7 @@ def pickled_files(source: Any) -> list[str]:
         source: A file, an index of ``.bin`` files, or a folder with either and no other model file.
 
     Raises:
-        FormatError: An index that is none, or that names files outside of its folder.
+        FormatError: The index is damaged, or names files outside of its folder.
         StreamNotFoundError: A file that the index names is missing.
     """
     path = local_path(source) if isinstance(source, (str, os.PathLike)) else None

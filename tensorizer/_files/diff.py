@@ -92,7 +92,7 @@ def diff(
         ignore_dtype: Compares values of different dtypes.
         filter_func: Compares only the tensors whose name it accepts.
         encryption_a: The key of the first file, if it is encrypted.
-        encryption_b: The key of the second file, likewise.
+        encryption_b: The key of the second file, if it is encrypted.
         stream_options: Keywords for opening URIs.
 
     Raises:

@@ -117,7 +117,7 @@ def verify(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
         verify: What whole files are compared with, too, as for :func:`tensorizer.load_stream`: ``"hub"``, or a path or
             URI of a ``SHA256SUMS`` file or a signature of the model.
 

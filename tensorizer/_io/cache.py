@@ -151,7 +151,7 @@ class Cache:
 
         Raises:
             TypeError: Neither ``False``, ``None``, a path nor :class:`CacheOptions`.
-            ValueError: A size or a variable that is none.
+            ValueError: A size or a variable has a wrong value.
         """
         if value is False:
             return None
@@ -314,7 +314,7 @@ class CachedObject:
                 name=name,
                 **self.cache.limits(self._folder),
             )
-        except (OSError, MemoryError) as error:  # a size that is none, for one
+        except (OSError, MemoryError) as error:  # for example, a wrong size
             if network is None and isinstance(error, OSError):
                 raise self.cache.useless(error) from None
             self._folder = None  # and its descriptor

@@ -76,7 +76,7 @@ class CURLStreamFile(WindowedReader):
         bytes_skipped: Bytes that forward seeks passed over.
         http_response_latencies: Seconds from request to response, for the first request and for each one that a
             backward seek made necessary.
-        popen_latencies: Seconds until the connection was made, likewise.
+        popen_latencies: Seconds until the connection was made.
 
     Example:
         >>> from tensorizer.stream_io import CURLStreamFile

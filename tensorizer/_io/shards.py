@@ -102,7 +102,7 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choos
 
     Raises:
         OSError: A file cannot be opened; :class:`StreamNotFoundError` names a shard that is missing.
-        FormatError: An index that is none, or that names files it must not; several sets of weights.
+        FormatError: The index is damaged, or names files it must not; several sets of weights.
         ValueError, TypeError: As :func:`tensorizer._io.sources.open_source`.
     """
     if not is_path(file_obj) or isinstance(file_obj, int):

@@ -200,5 +200,5 @@ def status_of(error: BaseException) -> int:
         ((ValueError, TypeError), USAGE),
     )
     if type(error).__module__.partition(".")[0] in ("botocore", "configparser"):  # which only who opens s3:// imports
-        return UNREACHABLE  # keys that are missing, a profile that is, a configuration file that is none
+        return UNREACHABLE  # missing keys, a missing profile, a malformed configuration file
     return next((status for kinds, status in statuses if isinstance(error, kinds)), -1)

@@ -159,7 +159,7 @@ def from_pretrained(
         encryption: The key of encrypted weights (:class:`tensorizer.DecryptionParams`).
         public_key: Who has to have signed the weights, as for :class:`tensorizer.TensorDeserializer`; configurations
             are not covered.
-        require_authenticated: Whether the key or a signature has to vouch for the weights, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the weights (docs/api/index.md).
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
         local_files_only: Sends no request to the hub; ``HF_HUB_OFFLINE`` does the same. If the hub cannot be reached,
             what is in the cache is used, with a warning.

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ def public_callables():
                     found[f"{value.__module__}.{value.__qualname__}.{method}"] = function
     return found
 
+
+PACKAGE = Path(tensorizer.__file__).parent
 
 CALLABLES = public_callables()
 
@@ -124,6 +127,16 @@ def test_there_are_at_most_110_public_names():
             is_made_here = inspect.isclass(value) or inspect.isfunction(value)
             found.add(value if is_made_here else name)
     assert 50 < len(found) <= 110
+
+
+def test_no_text_of_the_package_has_phrases_that_nobody_says():
+    phrases = re.compile(
+        r"a value that is none|a place that cannot be|nobody knows the scheme|out of reach"
+        r"|\blikewise\b|\bthat (is|are) none\b",
+        re.IGNORECASE,
+    )
+    files = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")]
+    assert not [path.name for path in files if phrases.search(path.read_text(encoding="utf-8"))]
 
 
 def test_there_are_six_ways_to_fill_a_module():

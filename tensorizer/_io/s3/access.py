@@ -203,7 +203,7 @@ def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Acces
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
-        ValueError: Plain HTTP that nobody asked for; an endpoint that is none; a token without keys; a configuration
+        ValueError: Plain HTTP that nobody asked for; a malformed endpoint; a token without keys; a configuration
             file that was named, and is missing or holds no keys.
         configparser.Error: The configuration file is no INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.

@@ -156,7 +156,7 @@ def _is_for_ours(path: PathLike) -> bool:
 
 
 def _instead_of(replaced: Any, ours: type, make: Callable[[PathLike, dict[str, Any]], Any]) -> type:
-    """A class whose calls give what `make` has for a path, or where that is none an object of the class replaced."""
+    """A class whose calls give what `make` has for a path, or without a path an object of the class replaced."""
 
     def validate_checkpoint_id(checkpoint_id: PathLike) -> bool:
         return _is_for_ours(checkpoint_id) or bool(replaced.validate_checkpoint_id(checkpoint_id))

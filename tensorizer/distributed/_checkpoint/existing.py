@@ -214,7 +214,7 @@ def _verify_share(
 
 
 def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: CheckpointFiles) -> list[str]:
-    """What is wrong with what the markers themselves say: boxes that are no whole tensors, values that are none."""
+    """What is wrong with what the markers themselves say: boxes that are not whole tensors, damaged values."""
     errors = []
     try:
         whole_tensors(folder, markers)

@@ -275,7 +275,7 @@ def _concrete(builder: Any, config: Any) -> Any:
 
 
 def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
-    """The configuration, and the keywords that are none of its members.
+    """The configuration, and the keywords that are not its members.
 
     Args:
         cls: The class that was asked for, or ``None``.
