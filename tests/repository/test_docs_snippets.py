@@ -17,7 +17,7 @@ from tensorizer import errors
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "examples" / "README.md"]
 DOCUMENTS += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / ".github").glob("*.md"))]
-NEED_TRANSFORMERS = {"huggingface.md"}
+NEED_TRANSFORMERS = {"huggingface.md", "weight-sync.md"}
 
 # A snippet is left out by a comment before it that says why.
 _FENCE = re.compile(

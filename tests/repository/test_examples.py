@@ -286,3 +286,11 @@ def test_the_notebook_about_hugging_face_runs_and_shows_what_was_loaded(tmp_path
     assert "LoadReport" not in table
     assert "<td>loaded</td>" in table
     assert True in shown  # the loaded model says what the written one says
+
+
+def test_weight_sync_follows_a_training_to_its_last_version():
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "weight_sync.py"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "version 19 (step 19) is equal" in result.stdout

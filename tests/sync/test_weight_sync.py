@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from paths import ROOT
 from sync_tools import (
     anchor,
     change,
@@ -935,3 +937,105 @@ def test_errors_are_those_of_the_package():
         assert issubclass(kind, TensorizerError)
     assert issubclass(ConflictError, StreamError)
     assert json.dumps(Published(1, "delta", 2, 3, 4)._asdict())
+
+
+# --- what the documentation says --------------------------------------------------------------------------------------
+
+
+def test_a_delta_is_that_of_the_format_to_the_byte(folder, monkeypatch):
+    text = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    monkeypatch.setattr("secrets.token_hex", lambda nbytes: "00112233445566778899aabbccddeeff")
+    model = {"a": torch.tensor([1.0, -2.5]).bfloat16(), "b": torch.zeros(0)}
+    with WeightPublisher(folder) as publisher:
+        publisher.publish(model)
+        model["a"][1] = 3.0
+        publisher.publish(model, metadata={"step": "1"})
+    pointer, data = pointer_of(folder), (folder / delta(1)).read_bytes()
+    assert f"has {len(data)} bytes" in text
+    for digest in (hashlib.sha256(data).hexdigest(), pointer["index_digest"][delta(1)], *pointer["states"].values()):
+        assert f"`{digest}`" in text
+    with TensorDeserializer(folder / delta(1), device="cpu") as file:
+        assert file["positions"]["a"].tolist() == [1]
+        assert bytes(file["values"]["a"].view(torch.uint8).tolist()).hex(" ") == "40 40"
+        assert bytes(file["sums"].view(torch.uint8).tolist()).hex() == "7ac5225c63855baf" + "0" * 16
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.tensor([1.0, -2.5]).bfloat16(), "726f92c4f5398979"),
+        (torch.tensor([1.0, -2.5]), "65033e04a3dc3fc9"),
+        (torch.tensor([1 + 2j], dtype=torch.complex128), "1111ac5d8c82bd68"),
+    ],
+)
+def test_sums_are_those_of_the_format(tensor, expected):
+    from tensorizer._sync.forms import sums_of
+
+    assert f"{sums_of([tensor])[0]:016x}" == expected == f"{sum_of(tensor):016x}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_agree_with_the_twin(kind):
+    from tensorizer._sync.forms import sums_of
+
+    tensors = [of_kind(KINDS[kind], *shape) for shape in ((), (0,), (1,), (7, 9), (3000,))]
+    assert sums_of(tensors) == [sum_of(tensor) for tensor in tensors]
+    assert sums_of([tensors[3].t()]) == [sum_of(tensors[3].t())]
+
+
+def documented(number: int) -> str:
+    """A snippet of the guide that needs an engine."""
+    text = (ROOT / "docs" / "weight-sync.md").read_text(encoding="utf-8")
+    return text.split("<!-- not executed")[number].partition("```python\n")[2].partition("```")[0]
+
+
+class Engine:
+    """A stub of the documented interfaces of vLLM and SGLang: tensors by name, which it copies."""
+
+    def __init__(self, worker=None) -> None:
+        self.weights, self.loads, self.worker = {}, [], worker
+        self.model_runner = self.model = self
+
+    def load_weights(self, weights) -> None:
+        weights = dict(weights)
+        self.loads.append(sorted(weights))
+        self.weights.update(copy_of(weights))
+
+    update_weights_from_tensor = load_weights
+
+    def collective_rpc(self, method, args=()):
+        return [getattr(self.worker, method)(*args)]
+
+
+def test_the_worker_extension_for_vllm_gives_the_engine_what_changed(folder, publisher):
+    model = tensors()
+    publisher.publish(model)
+    namespace = {"WeightFollower": WeightFollower}
+    exec(documented(1), namespace)
+    worker = namespace["FollowWeights"]()
+    engine = Engine(worker)
+    worker.model_runner = engine
+    exec(documented(2).replace("s3://bucket/run-7/weights", str(folder)), {**namespace, "llm": engine})
+    assert same(engine.weights, model)
+    change(model["b.bias"])
+    publisher.publish(model)
+    assert engine.collective_rpc("fetch_weights", (1,)) == [True]
+    assert engine.collective_rpc("apply_weights") == [1]
+    assert engine.loads == [sorted(model), [], ["b.bias"]]
+    assert same(engine.weights, model)
+
+
+def test_the_loop_for_sglang_gives_the_engine_what_changed(folder, publisher):
+    model = tensors()
+    publisher.publish(model)
+    engine, rounds = Engine(), []
+
+    def serving():
+        rounds.append(True)
+        change(model["a.weight"])
+        publisher.publish(model)
+        return len(rounds) < 3
+
+    code = documented(3).replace("s3://bucket/run-7/weights", str(folder))
+    exec(code, {"WeightFollower": WeightFollower, "engine": engine, "serving": serving})
+    assert engine.loads == [sorted(model), ["a.weight"], ["a.weight"]]
