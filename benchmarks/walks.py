@@ -72,6 +72,13 @@ def module_of(number: int) -> torch.nn.Module:
     return torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2)) for _ in range(number)])
 
 
+def load(folder: Path, number: int) -> Doing:
+    path = folder / "model.tensors"
+    with tensorizer.TensorSerializer(path) as serializer:
+        serializer.write_state_dict({str(i): torch.zeros(2) for i in range(number)})
+    return lambda: tensorizer.TensorDeserializer(path, device="cpu")
+
+
 def load_into_module(folder: Path, number: int) -> Doing:
     model, path = module_of(number), folder / "model.tensors"
     with tensorizer.TensorSerializer(path) as serializer:
@@ -113,6 +120,7 @@ def from_pretrained(folder: Path, number: int) -> Doing:
 
 
 WALKS: dict[str, Callable[[Path, int], Doing]] = {
+    "TensorDeserializer": load,
     "load_into_module": load_into_module,
     "torch.load_file": torch_load_file,
     "convert": convert,

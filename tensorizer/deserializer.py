@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import torch
 
-from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, no_such_name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.access import Access, Trust, says_dtype
 from tensorizer._io.sources import SourceArgument, reopener
 from tensorizer._load.arguments import DeviceArgument, check_filter, target_device
 from tensorizer._load.open_file import OpenFile, open_file

@@ -24,9 +24,8 @@ from tensorizer._files.contents import (
 )
 from tensorizer._files.copy import copies_beside, copy_file, has_signature_beside, open_once
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
-from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.names import name_text
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.access import Access, Trust, says_dtype
 from tensorizer._io.model_files import index_name
 from tensorizer._io.shards import ORIGIN_KEY, facts_of, origin_text
 from tensorizer._io.sources import is_path

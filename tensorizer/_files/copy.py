@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Optional
 from tensorizer import _C
 from tensorizer._io.access import Access
 from tensorizer._io.model_files import belongs_to_weights, exists
-from tensorizer._io.shards import open_files
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import OpenedSource, open_source
 from tensorizer._io.uri import local_path, scheme_of, signature_place
@@ -60,9 +59,9 @@ def open_once(source: Any, access: Access, verify: Verification) -> OpenFile:
     has no room for it, it is read as it is. The reads of a copy in the cache of the node need none.
     """
     from tensorizer._load.open_file import WHOLE, file_of
-    from tensorizer._load.open_index import chooser
+    from tensorizer._load.open_index import open_files
 
-    opened = open_files(source, access.stream_options, chooser(access))
+    opened = open_files(source, access)
     try:
         if isinstance(opened, OpenedSource) and _lacks_ranges(opened):
             opened = _spooled(opened)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -51,23 +51,6 @@ class LoadedDtype(NamedTuple):
     dtype: torch.dtype
     reinterpret: bool  # made as integers of the same width, then viewed as `dtype`
     differentiable: bool  # the Parameter's requires_grad: floating point and complex types
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def says_dtype(function: _Function) -> _Function:
-    """For functions with a ``dtype=``: the error for ``torch_dtype=`` says so."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch_dtype" in kwargs:
-            raise TypeError(f"{function.__qualname__}() has no argument torch_dtype=; did you mean dtype=?")
-        return function(*args, **kwargs)
-
-    wrapped = cast(_Function, call)
-    wrapped.__kwdefaults__ = function.__kwdefaults__  # the same dictionary, for programs that change it
-    return wrapped
 
 
 def torch_dtype(stored: str) -> torch.dtype:
@@ -126,6 +109,7 @@ def _normalized(numpy_part: str) -> torch.dtype:
     return known
 
 
+@functools.lru_cache(maxsize=64)
 def resolve(stored: bytes) -> LoadedDtype:
     """What the extension asks once per distinct stored dtype of a load."""
     dtype = torch_dtype(stored.decode("utf-8", "replace"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, cast
 
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
 from tensorizer._system.checks import thread_limit
@@ -11,6 +12,23 @@ from tensorizer._system.config import env_int
 
 if TYPE_CHECKING:
     from tensorizer.progress import ProgressArgument
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def says_dtype(function: _Function) -> _Function:
+    """For functions with a ``dtype=``: the error for ``torch_dtype=`` says so."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch_dtype" in kwargs:
+            raise TypeError(f"{function.__qualname__}() has no argument torch_dtype=; did you mean dtype=?")
+        return function(*args, **kwargs)
+
+    wrapped = cast(_Function, call)
+    wrapped.__kwdefaults__ = function.__kwdefaults__  # the same dictionary, for programs that change it
+    return wrapped
 
 
 class Trust(NamedTuple):

@@ -31,7 +31,7 @@ from tensorizer._io.sources import (
     OpenedSource,
     close_between_reads,
     files_at_once,
-    is_path,
+    is_one_file,
     open_source,
     read_checked,
 )
@@ -105,7 +105,7 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choos
         FormatError: The index is damaged, or names files it must not; several sets of weights.
         ValueError, TypeError: As :func:`tensorizer._io.sources.open_source`.
     """
-    if not is_path(file_obj) or isinstance(file_obj, int):
+    if is_one_file(file_obj):
         return open_source(file_obj, stream_options)
     folder = _ModelFolder.of(file_obj, stream_options)
     if folder is None:

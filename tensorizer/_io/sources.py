@@ -110,6 +110,14 @@ def is_path(file_obj: object) -> bool:
     )
 
 
+def is_one_file(file_obj: Any) -> bool:
+    """Whether it can only be one file: an open one, or a local path that is no folder and not called as an index."""
+    if not is_path(file_obj) or isinstance(file_obj, int):
+        return True
+    path = local_path(file_obj)
+    return path is not None and not path.endswith(".json") and not os.path.isdir(path)
+
+
 #: What :func:`begins_as_tensors` needs of a file.
 HEAD_NBYTES = 9
 

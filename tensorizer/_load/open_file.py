@@ -25,10 +25,10 @@ from tensorizer._format.names import Key, Name, Path, double_name, listed, path_
 from tensorizer._format.payloads import check_memory, contiguous, same_bits
 from tensorizer._format.tree import Node, branch, build_tree
 from tensorizer._io.access import Access
-from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
+from tensorizer._io.shards import OpenedFiles, OpenedShards
 from tensorizer._load.arguments import as_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex
-from tensorizer._load.open_index import FilePart, LoadedBatch, OpenIndex, chooser
+from tensorizer._load.open_index import FilePart, LoadedBatch, OpenIndex, open_files
 from tensorizer._load.reader import (
     AS_STORED,
     FileReader,
@@ -605,7 +605,7 @@ def open_file(
         TypeError: An argument of another type.
         OSError: It cannot be opened.
     """
-    return file_of(open_files(source, access.stream_options, chooser(access)), access, options, filter_func)
+    return file_of(open_files(source, access), access, options, filter_func)
 
 
 def file_of(

@@ -18,9 +18,10 @@ from tensorizer import _C
 from tensorizer._format.dtype_names import dtype_text, lacks_name
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
+from tensorizer._io import shards
 from tensorizer._io.access import NOBODY, Access
-from tensorizer._io.shards import ORIGIN_KEY, Choose, OpenedFiles, OpenedShards, open_files
-from tensorizer._io.sources import OpenedSource
+from tensorizer._io.shards import ORIGIN_KEY, Choose, OpenedFiles, OpenedShards
+from tensorizer._io.sources import OpenedSource, is_one_file, open_source
 from tensorizer._keys import key_ring
 from tensorizer._load.authenticity import authenticate
 from tensorizer._load.joined import JoinedIndex, join
@@ -300,6 +301,13 @@ class OpenIndex(AbstractContextManager[Any]):
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
+def open_files(source: Any, access: Access) -> OpenedFiles:
+    """Opens one file, or the shards that a folder or an index stands for; nothing is read of a file."""
+    if is_one_file(source):  # which needs nothing of folders (benchmarks.walks)
+        return open_source(source, access.stream_options)
+    return shards.open_files(source, access.stream_options, _chooser(access))
+
+
 def open_index(source: Any, access: Access) -> OpenIndex:
     """Opens the index of one file, or of the shards that a folder or an index stands for; without its key, too.
 
@@ -307,7 +315,7 @@ def open_index(source: Any, access: Access) -> OpenIndex:
         FormatError: Not a file of tensors, an unknown version, a damaged index; shards that are not those of their map.
         OSError: It cannot be opened.
     """
-    opened = open_files(source, access.stream_options, chooser(access))
+    opened = open_files(source, access)
     try:
         files = list(opened.files.values()) if isinstance(opened, OpenedShards) else [opened]
         return OpenIndex(opened, [IndexReader(file, access) for file in files], access)
@@ -356,8 +364,8 @@ def _say_what_it_is(error: FormatError, opened: OpenedSource) -> None:
         tell_foreign(error, bytes(head[:nbytes]))
 
 
-def chooser(access: Access) -> Choose:
-    """What tells for :func:`open_files` which of several sets of weights is read."""
+def _chooser(access: Access) -> Choose:
+    """What tells for :func:`tensorizer._io.shards.open_files` which of several sets of weights is read."""
 
     def choose(label: str, names: Sequence[str], locate: Callable[[str], Any]) -> str:
         from tensorizer._io import forms  # for few folders
