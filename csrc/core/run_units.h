@@ -16,9 +16,9 @@ class UnitWorker {
   virtual ~UnitWorker() = default;
   // Work that others left and that comes before the next unit; false: there is none.
   virtual bool help() { return false; }
-  // Gets what `unit` needs, the next one. Before it is taken: whoever has an early unit, which
-  // others may wait for, waits for nothing that one of those holds. Somebody else may take the unit
-  // meanwhile: then what was got stays for the next call.
+  // Gets what `unit` needs, the next one. Before it is taken: a thread that has an early unit,
+  // which others may wait for, waits for nothing that one of those holds. Somebody else may take
+  // the unit meanwhile: then what was got stays for the next call.
   virtual void prepare(size_t /*unit*/) {}
   virtual void process(size_t unit) = 0;
   // No unit is left.

@@ -12,7 +12,7 @@ namespace tensorizer {
 class Turns {
  public:
   // From the moment when every number before `number` has passed until it is destroyed. Throws
-  // Error(cancelled). REQUIRES: those who took the numbers before wait for nothing of this thread.
+  // Error(cancelled). REQUIRES: threads that took earlier numbers wait for nothing of this thread.
   class Turn {
    public:
     Turn(Turns& turns, uint64_t number, const std::stop_token& stop) : turns_(turns) {

@@ -26,7 +26,7 @@ Tag keyed_hash(std::span<const std::byte> message, const SecretKey& key);
 // The tag of an index digest. `key`: derived for KeyUse::tag.
 Tag make_tag(std::span<const std::byte, 32> digest, const SecretKey& key);
 
-// Bytes 16 to 23 of a first nonce say, to whoever has the key, that its file is authenticated.
+// Bytes 16 to 23 of a first nonce say to a reader with the key that its file is authenticated.
 // `key`: derived for KeyUse::mark.
 void mark_nonce(std::span<std::byte, kNonceNbytes> nonce, const SecretKey& key);
 bool is_marked(NonceView nonce, const SecretKey& key);
@@ -40,7 +40,7 @@ bool is_public_key(const PublicKeyBytes& key);
 bool verify(const SignatureBytes& signature, std::span<const std::byte> message,
             const PublicKeyBytes& key);
 
-// Makes signatures: with a key in this process, or by asking somebody who has it.
+// Makes signatures: with a key in this process, or by asking a program that has it.
 class Signer {
  public:
   virtual ~Signer() = default;

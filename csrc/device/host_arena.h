@@ -1,5 +1,5 @@
 // Host memory for loaded tensors: anonymous pages, huge where the system offers them, faulted in by
-// whoever writes first. Immutable handle; the bytes belong to the writers.
+// the thread that writes first. Immutable handle; the bytes belong to the writers.
 #pragma once
 
 #include <cstddef>

@@ -40,9 +40,9 @@ class RangeSink {
   // many writers there are; 0: any number.
   virtual unsigned places() const { return 0; }
 
-  // Whether bytes [begin, end) have memory now, so that a write there waits for nobody. Who writes
-  // units in a fixed order asks before it begins one: then those that were begun can all be ended,
-  // and make room for the next. See RoomWish.
+  // Whether bytes [begin, end) have memory now, so that a write there waits for nothing. A thread
+  // that writes units in a fixed order asks before it begins one: then those that were begun can
+  // all be ended, and make room for the next. See RoomWish.
   enum class RoomWish : uint8_t {
     now,     // answers at once
     soon,    // waits a moment for room
@@ -69,7 +69,7 @@ class RangeSink {
   }
 
   // Calls `fill` with memory of the sink for the bytes [offset, offset + nbytes), all of which it
-  // fills, and takes them as written; saves who makes them a buffer and a copy. False, without a
+  // fills, and takes them as written; saves the caller a buffer and a copy. False, without a
   // call: there is no such memory in one piece, and write_at() does it. REQUIRES: `fill` throws
   // nothing.
   virtual bool fill_at(uint64_t /*offset*/, uint64_t /*nbytes*/,

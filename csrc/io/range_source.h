@@ -38,8 +38,8 @@ struct SourceTraits {
   // True when a read needs no copy where bytes go to the same place in a page of memory as they
   // have in a page of the source (kPageNbytes).
   bool direct = false;
-  // True when the answer to a read comes from another machine: whoever reads waits, and others may
-  // use what he does not need yet.
+  // True when the answer to a read comes from another machine: while a thread waits for it, others
+  // may use what that one does not need yet.
   bool remote = false;
   // True when whole units should be read, and taken at growing offsets: a read that comes before
   // earlier ones waits for them.

@@ -3,11 +3,11 @@
 // the owner.
 //
 // One stream of SHA-256 takes the bytes in their order. A load tells which stretches it is going to
-// read (expect()); who has read one waits until it is its turn, hashes it and returns. Bytes that
-// no load reads (gaps, tensors that nobody wants) are read by the thread whose turn it is, or by
-// finish(). Threads cannot lock each other up as long as the stretches of a load are taken at
-// growing offsets (SourceTraits::ascending), and a load waits only for those that were planned
-// before it.
+// read (expect()); a thread that has read one waits until it is its turn, hashes it and returns.
+// Bytes that no load reads (gaps, tensors that nobody wants) are read by the thread whose turn it
+// is, or by finish(). Threads cannot lock each other up as long as the stretches of a load are
+// taken at growing offsets (SourceTraits::ascending), and a load waits only for those that were
+// planned before it.
 #pragma once
 
 #include <atomic>
@@ -52,7 +52,7 @@ class HashedSource final : public io::RangeSource {
   void hash_gap(uint64_t begin, uint64_t end, const std::stop_token& stop);
 
   const std::shared_ptr<io::RangeSource> of_;
-  digest::Sha256 sha256_;          // of whoever has the turn
+  digest::Sha256 sha256_;          // of the thread that has the turn
   std::atomic<uint64_t> told_{0};  // position_, to look at without the lock
   Mutex mutex_;
   CondVar changed_;

@@ -67,7 +67,7 @@ class HostWorker final : public UnitWorker, private UnitStages {
     return open_chunks(unit, first, image, straight ? places_.front() : nullptr);
   }
 
-  // Gets the bytes of a piece to their place. False: whoever has its header does that.
+  // Gets the bytes of a piece to their place. False: the worker with its header does that.
   bool open(const Unit& unit, const Piece& piece, const std::byte* image, std::byte* place) {
     if (session_.cipher && !session_.options.parts) {
       if (!can_open_alone(piece)) return false;

@@ -168,7 +168,7 @@ bool is_brief_plan(const LoadSession& session) {
 
 // Parts of tensors that were written without data.
 void fill_zeros(const LoadSession& session) {
-  if (session.options.engine != nullptr) return;  // whoever made the destinations has done that
+  if (session.options.engine != nullptr) return;  // the caller has done that
   for (const LoadTarget& target : session.targets) {
     if (session.opened->index[target.entry].data_nbytes == 0 && target.runs.nbytes() > 0)
       std::memset(target.destination.data, 0, target.runs.nbytes());

@@ -50,7 +50,7 @@ class UnitStages {
     if (session_.cipher && session_.cipher->straddles(record)) straddling_.push_back(record);
   }
 
-  // Waits for the header of an encrypted tensor. False: whoever has that loads all of the tensor.
+  // Waits for the header of an encrypted tensor. False: the worker with it loads all of the tensor.
   bool can_open_alone(const Piece& piece) {
     if (session_.plan.hash_steps[piece.target] > 0) session_.wait_for_header(piece.target, stop_);
     return !session_.cipher->straddles(piece.target);

@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 
-// What a piece puts into its destination; whoever has the header of a tensor whose chunks straddle
-// its pieces puts all of them there.
+// What a piece puts into its destination; the worker with the header of a tensor whose chunks
+// straddle its pieces puts all of them there.
 device::DeviceRange filled_by(const LoadSession& session, const Piece& piece) noexcept {
   std::byte* const data = session.targets[piece.target].destination.data;
   if (piece.kind == Piece::Kind::payload) return {data + piece.place, piece.nbytes};

@@ -127,7 +127,8 @@ void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
         end = stream.settle();  // what was enqueued before touches the caller's memory too
       }
     });
-    // Not below the lock of the stream, which whoever makes the buffers takes below the device's.
+    // Not below the lock of the stream, which the thread that makes the buffers takes below the
+    // device's.
     if (end != kSuccess) state_->device.condemn(*state_->buffers, end);
   } catch (...) {  // the failure that led here is the one to report
   }

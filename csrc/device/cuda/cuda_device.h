@@ -40,7 +40,7 @@ class Device {
   Ordinal ordinal() const noexcept { return ordinal_; }
   std::string label() const { return "CUDA device " + std::to_string(ordinal_); }
 
-  // The pinned memory, made if there is none. While it is shared, whoever comes later gets it as it
+  // The pinned memory, made if there is none. While it is shared, later users get it as it
   // is; when unused and another size is wanted, it is replaced. It counts as used until the last
   // pointer is gone; no context needs to be current.
   std::shared_ptr<PinnedBuffers> use_pinned(const PinnedSettings& settings);

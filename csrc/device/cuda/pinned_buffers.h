@@ -2,9 +2,9 @@
 // one event each that are lent out one at a time; the streams that copy from and to them; the
 // kernels. Internally locked.
 //
-// Staging memory is made in steps, by whoever finds no free buffer, up to the size that was asked
-// for: a small load pins little, and a large one copies while more is pinned. Where memory cannot
-// be pinned there is less of it, and in the end copies go through memory that is not pinned:
+// Staging memory is made in steps, by a thread that finds no free buffer, up to the size that was
+// asked for: a small load pins little, and a large one copies while more is pinned. Where memory
+// cannot be pinned there is less of it, and in the end copies go through memory that is not pinned:
 // slower, but a load never fails for want of it.
 #pragma once
 

@@ -41,7 +41,7 @@ class CacheDisk {
   // Until nothing waits to be written or synced. False: a stop, or nothing was done for so long.
   bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
 
-  // Why a folder keeps nothing more, for whoever can say so: its path, and the reason.
+  // Why a folder keeps nothing more, for the log: its path, and the reason.
   using Trouble = std::pair<std::string, std::string>;
   void note(Trouble trouble);
   std::vector<Trouble> take_troubles();

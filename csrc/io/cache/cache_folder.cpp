@@ -127,7 +127,7 @@ class UserLock {
   explicit UserLock(int user)
       : fd_(openat(user, "lock", O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600)) {
     if (!fd_ || fchmod(fd_.get(), 0600) != 0) throw_errno("cannot open", "lock", errno);
-    // Not without end: the one who holds it may be stopped.
+    // Not without end: the process that holds it may be stopped.
     for (int tries = 0; flock(fd_.get(), LOCK_EX | LOCK_NB) != 0; ++tries) {
       if (errno != EWOULDBLOCK && errno != EINTR) throw_errno("cannot lock", "lock", errno);
       if (tries == kLockTries) return;
@@ -239,7 +239,7 @@ std::shared_ptr<CacheEntry> CacheFolder::make_entry(const std::string& location,
       const UniqueFd fd = enter(user_.get(), fresh, path_ + "/" + fresh, true, 0700);
       CacheEntry::create_files(fd.get(), about);
       const std::string name = location + "/" + version;
-      // Whoever removes the last version removes the folder of the location, too.
+      // The removal of the last version removes the folder of the location, too.
       for (int again = 0; again < 4; ++again) {
         enter(user_.get(), location, path_ + "/" + location, true, 0700);
         if (renameat(user_.get(), fresh.c_str(), user_.get(), name.c_str()) == 0) break;

@@ -2,9 +2,9 @@
 // time.
 //
 // libcurl connects: it looks names up without blocking, divides the time among the addresses, and
-// trusts whom HTTPS trusts. Every wait looks at the stop token a few times per second and ends with
-// a SocketError when the peer stays silent for the stall timeout. A socket that threw is broken:
-// destroy it. In a child that was forked it is left to the parent.
+// trusts the certificates that HTTPS trusts. Every wait looks at the stop token a few times per
+// second and ends with a SocketError when the peer stays silent for the stall timeout. A socket
+// that threw is broken: destroy it. In a child that was forked it is left to the parent.
 #pragma once
 
 #include <chrono>

@@ -1,5 +1,5 @@
-// Whom a TLS connection trusts, and what connections of a process share: name look-ups and TLS
-// sessions.
+// Which certificates a TLS connection trusts, and what connections of a process share: name
+// look-ups and TLS sessions.
 #pragma once
 
 #include <curl/curl.h>

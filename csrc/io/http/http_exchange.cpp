@@ -288,7 +288,7 @@ void HttpExchange::wait_for_head(const std::stop_token& stop) {
     MutexLock lock(mutex_);
     const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return accepted_ || end_; };
     if (!changed_.wait(mutex_, stop, is_over)) throw Error(Errc::cancelled, "cancelled");
-    // What goes wrong behind the head is told to who waits for the body, and counts its bytes.
+    // A failure behind the head is for the thread that waits for the body, and counts its bytes.
     if (accepted_) return;
     end = end_;
   }

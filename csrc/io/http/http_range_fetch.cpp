@@ -29,7 +29,7 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
   with_http_retries(
       client_.options, client_.counters,
       [&] {
-        // Not kept between tries: who pauses leaves the place to others.
+        // Not kept between tries: a request that pauses leaves its place to others.
         const HttpPlace place(client_.places, stop);
         while (done() < nbytes_ && !at_end_) attempt(place, stop);
       },

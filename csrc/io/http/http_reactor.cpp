@@ -72,7 +72,7 @@ void HttpReactor::release(const HttpPlaces& places) noexcept {
   --running_;
   User& user = users_[&places];
   if (--user.running == 0 && user.closed) forget(&places);
-  released_.notify_all();  // limits differ: who is woken may have to wait on
+  released_.notify_all();  // limits differ: a thread that is woken may have to wait on
 }
 
 void HttpReactor::close(const HttpPlaces& places) noexcept {

@@ -1,11 +1,11 @@
 // The threads that move all HTTP requests of this process: two at most, each with one multi handle
 // of libcurl's, which keeps connections for the next request.
 //
-// All requests of the process together use at most HttpOptions::max_connections connections; who
-// wants to send one waits for a place first. A body that is paused between reads keeps its own
-// connection beyond them. Idle connections end when a source or an uploader was closed and their
-// thread has then nothing to do for a fraction of a second; sources that are open still make new
-// ones. The threads (of the pool of the process) start with the first request, and end likewise
+// All requests of the process together use at most HttpOptions::max_connections connections; a
+// thread that has one to send waits for a place first. A body that is paused between reads keeps
+// its own connection beyond them. Idle connections end when a source or an uploader was closed and
+// their thread has then nothing to do for a fraction of a second; sources that are open still make
+// new ones. The threads (of the pool of the process) start with the first request, and end likewise
 // once nothing is open any more. A child that was forked has a reactor of its own, in which nothing
 // runs.
 #pragma once

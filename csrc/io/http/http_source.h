@@ -90,7 +90,7 @@ class HttpSource final : public RangeSource {
 
   // Written while opening, read-only afterwards.
   std::vector<std::byte> head_;            // the bytes [begin_, begin_ + head_.size())
-  std::optional<ResourceIdentity> known_;  // to whoever opens it; until a server refuses to compare
+  std::optional<ResourceIdentity> known_;  // to the opener; until a server refuses to compare
   ResourceIdentity identity_;
   ResponseHead head_response_;
   bool has_ranges_ = true;

@@ -1,4 +1,4 @@
-// URLs taken apart: what is requested, what may be shown, and to whom credentials belong.
+// URLs taken apart: what is requested, what may be shown, and which host gets credentials.
 #pragma once
 
 #include <cstdint>

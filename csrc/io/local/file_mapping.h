@@ -22,7 +22,7 @@ class FileMapping {
   std::span<std::byte> bytes() const noexcept { return {data_, nbytes_}; }
 
   // Reads the pages of [offset, offset + nbytes) and maps them, on as many threads as there are
-  // processors, so that who looks at them later waits for nothing. Does nothing where the kernel
+  // processors, so that later readers wait for nothing. Does nothing where the kernel
   // (before Linux 5.14) or the file cannot. Throws Error(cancelled).
   void populate(uint64_t offset, uint64_t nbytes, const std::stop_token& stop) const;
 

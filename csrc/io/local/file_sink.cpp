@@ -35,7 +35,7 @@ namespace {
 
 constexpr uint64_t kWritebackNbytes = uint64_t{1} << 20;  // smaller writes wait for company
 constexpr uint64_t kReserveNbytes = uint64_t{1} << 20;    // less is not worth a call
-constexpr unsigned kSyncedWriters = 4;  // who waits for the disk leaves others to hash meanwhile
+constexpr unsigned kSyncedWriters = 4;  // while they wait for the disk, others hash
 constexpr uint64_t kCopyNbytes = uint64_t{8} << 20;
 
 std::string folder_of(const std::string& path) {
@@ -67,7 +67,7 @@ void read_all(int fd, uint64_t offset, std::byte* data, uint64_t nbytes, const s
   }
 }
 
-// Whoever takes bytes only from front to back says no more than that an argument is invalid.
+// A driver that takes bytes only from front to back says no more than that an argument is invalid.
 [[noreturn]] void throw_write_failed(int fd, uint64_t offset, const std::string& name, int err) {
   struct stat info{};
   const bool refuses_order = (err == EINVAL || err == ESPIPE || err == EOPNOTSUPP) &&
@@ -191,8 +191,8 @@ void FileSink::reserve(uint64_t end) {
   if (!fd_ && !target_.empty()) open_unnamed();
   if (!fd_ && !place_.empty()) open_in_place();
   if (end <= extent_ || (named_ && end - extent_ < kReserveNbytes)) return;
-  // One thread would make the pages of a new file before anything is fetched or hashed; who writes
-  // them does that as well.
+  // One thread would make the pages of a new file before anything is fetched or hashed; a thread
+  // that writes them does that as well.
   if (!named_ && !target_.empty() && is_in_memory(fd_.get())) return;
   if (options_.calls->reserve(fd_.get(), target_.empty(), extent_, end - extent_) != 0) {
     if (is_full(errno)) throw_full(fd_.get(), end - extent_, name_, errno);

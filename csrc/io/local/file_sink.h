@@ -23,7 +23,7 @@
 
 namespace tensorizer::io {
 
-// Who may do what with a file.
+// What owner, group and others may do with a file.
 struct FileAccess {
   unsigned mode = 0;     // permission bits; umask does not apply
   uint32_t owner = -1U;  // this and the next: -1 leaves what a new file has

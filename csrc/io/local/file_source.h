@@ -1,7 +1,7 @@
 // A regular local file, read with positional reads on a descriptor of its own. Safe from many
 // threads.
 //
-// Reads go through the page cache, where whoever loads the file next, or at the same time, finds
+// Reads go through the page cache, where the next load of the file, or one at the same time, finds
 // it; or past it (set_direct), where the file system lets them.
 //
 // A program that replaces the file by another of the same name does no harm: the descriptor goes on

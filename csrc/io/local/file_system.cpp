@@ -38,7 +38,7 @@ void make_known(dev_t device) noexcept {
   }
 }
 
-// A write behind a hole; whoever takes bytes from front to back refuses it.
+// A write behind a hole; a driver that takes bytes from front to back refuses it.
 bool takes_any_order(int fd) noexcept {
   constexpr uint64_t kBehindAHole = 4096;
   std::byte one{};

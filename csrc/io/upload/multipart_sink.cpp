@@ -19,7 +19,7 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kTailNbytes = uint64_t{64} << 10;
 // Objects of this many parts of the smallest size and below get that size.
 constexpr uint64_t kFewParts = 256;
-// Uploads that end wake those who wait for room; whether waiting is for nothing they look
+// Uploads that end wake the threads that wait for room; whether waiting is for nothing they look
 // themselves.
 constexpr std::chrono::milliseconds kPatience{20};
 
