@@ -108,7 +108,7 @@ def test_only_uploads_over_https_need_certificates(store, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(certificates, "_found", None)
     nothing = ssl.get_default_verify_paths()._replace(cafile=None, capath=None)  # a machine that has none
-    monkeypatch.setattr(certificates.ssl, "get_default_verify_paths", lambda: nothing)
+    monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: nothing)
     monkeypatch.setattr(certificates, "_of_certifi", lambda: None)
     expected = state()
     save(store, expected)
