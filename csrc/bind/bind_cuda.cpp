@@ -97,6 +97,10 @@ void register_cuda(py::module_& m) {
       .def("why_not_opened", &why_not_opened);
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
+  m.def(
+      "cuda_shares_host_memory",
+      [](cuda::Ordinal device) { return cuda::Device::get(device).shares_host_memory(); },
+      py::arg("device"), Unlocked());
   m.def("cuda_release_pinned", &cuda::release_pinned, py::arg("device"), Unlocked());
   m.def("cuda_release_all_pinned", &cuda::release_all_pinned, Unlocked());
   m.def("cuda_pinned_status", &pinned_status, py::arg("device"));

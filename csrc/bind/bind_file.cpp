@@ -49,6 +49,7 @@ void register_file(py::module_& m) {
            py::arg("fd"), py::arg("name"))
       .def_property_readonly("was_cached", &FileSource::was_cached)
       .def("set_direct", &FileSource::set_direct, py::arg("direct"))
+      .def("let_go_behind", &FileSource::let_go_behind)
       .def("close_between_reads", &FileSource::close_between_reads, py::arg("path"))
       .def("on_network_file_system", &FileSource::on_network_file_system)
       .def("map", &FileSource::map);

@@ -95,6 +95,9 @@ class RangeSource {
   // for each of them what makes it fast.
   virtual std::shared_ptr<void> open_streams() { return nullptr; }
 
+  // A load of this source has ended.
+  virtual void end_load() noexcept {}
+
   // Called when a load of an ascending source is planned: what it will read, in this order.
   virtual void expect(std::span<const Stretch> /*stretches*/) {}
 

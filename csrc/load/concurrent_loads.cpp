@@ -149,6 +149,13 @@ class ConcurrentLoads {
     for (NumberedUnit& unit : pool.order) unit = {0, begins[unit.load] + unit.unit};
   }
 
+  struct AtEnd {
+    const Pool& pool;
+    ~AtEnd() {
+      for (LoadSession* const session : pool.sessions) session->source.end_load();
+    }
+  };
+
   // Only while the pool runs: a model may have hundreds of files, and a process few descriptors.
   static std::shared_ptr<void> open_streams(const Pool& pool) {
     const LoadSession* const session = pool.sessions.front();
@@ -168,6 +175,7 @@ class ConcurrentLoads {
     const auto run_pool = [&](size_t i, const std::stop_token& token) {
       Pool& pool = *pools_[i];
       const std::shared_ptr<void> streams = open_streams(pool);
+      const AtEnd at_end{pool};
       run_units(unit_count(pool), pool.next, pool.workers, token, [&](const std::stop_token& t) {
         return pool.to_device ? make_device_worker(pool.sessions, pool.order, t)
                               : make_host_worker(*pool.sessions.front(), pool.order, t);

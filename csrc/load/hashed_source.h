@@ -41,6 +41,7 @@ class HashedSource final : public io::RangeSource {
   void begin_load(uint64_t nbytes, const std::stop_token& stop) override {
     of_->begin_load(nbytes, stop);
   }
+  void end_load() noexcept override { of_->end_load(); }
   void check_unchanged() const override { of_->check_unchanged(); }
   bool drop_copy() noexcept override { return of_->drop_copy(); }
   void close() noexcept override { of_->close(); }

@@ -332,6 +332,7 @@ def _plan(
     for tensor, (read, _) in zip(tensors, members):
         if file.index.data_nbytes(read.entry) == 0:  # written without data: zeros
             tensor.zero_()
+    reader.direct_io.load_to(device)
     batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
     return tensors
 

@@ -309,6 +309,7 @@ class FileReader:
         mapping = shared if mapping is None else mapping
         on_host = device.type == "cpu"
         allocates = not on_host and into is None
+        self.direct_io.load_to(device)
         with ordinary_tensors():
             return _C.LoadBatch(
                 source,
@@ -390,6 +391,7 @@ class FileReader:
         self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress, plain: bool
     ) -> Iterator[LoadedBatch]:
         lands_on = device if self._stays(device) else _HOST
+        self.direct_io.load_to(device)
         done = 0
         for part in runs(entries, self.index.loaded_nbytes, _BATCH_NBYTES):
             report = None if progress is None else (lambda n, before=done: progress(before + n))
@@ -597,8 +599,10 @@ class DirectIO:
     def __init__(self, source: _C.RangeSource, choice: str) -> None:
         self._undecided: Optional[_C.FileSource] = None
         self._alone = False
+        self._kept: Optional[_C.FileSource] = None
         if not isinstance(source, _C.FileSource) or choice == "never":
             return
+        self._kept = source
         if choice == "always":
             source.set_direct(True)
         elif not source.was_cached:
@@ -616,3 +620,15 @@ class DirectIO:
         if wanted >= _LARGE_NBYTES or wanted >= cgroup.available_nbytes() // _SHARE_OF_MEMORY:
             source.set_direct(True)
             self._undecided = None
+
+    def load_to(self, device: torch.device) -> None:
+        """To be called before a load to `device`.
+
+        Where that shares the memory of the host, the model would be there twice: what is read leaves the page cache,
+        for this load and all that follow.
+        """
+        if self._kept is None or device.type != "cuda" or not (self._alone or ranks_of_node() == 1):
+            return
+        if cuda_engine.shares_host_memory(device):
+            self._kept.let_go_behind()
+            self._kept = None

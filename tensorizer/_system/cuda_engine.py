@@ -26,6 +26,11 @@ def is_fast_device(device: torch.device) -> bool:
     return bool(_C.cuda_driver_is_present())
 
 
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether this is a CUDA device whose memory is that of the host (GB10, GB200, Jetson)."""
+    return is_fast_device(device) and _C.cuda_shares_host_memory(device.index)
+
+
 # Slots and their bytes, as the process asked for them; None for the defaults.
 _ring_size: tuple[Optional[int], Optional[int]] = (None, None)
 

@@ -63,6 +63,7 @@ class FakeDriver:
         self._declare("let_go", None)
         self._declare("allow_pageable", None, ctypes.c_int)
         self._declare("break_kernels", None, ctypes.c_int)
+        self._declare("unify", None, ctypes.c_int)
         self._declare("fail", None, ctypes.c_char_p)
         self._declare("set_delay", None, number, number)
         self._declare("calls", number, ctypes.c_char_p)

@@ -404,6 +404,32 @@ def test_a_mapping_spreads_one_file_over_two_devices(gpu):
     assert all(samples.same(found[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize("attribute", [18, 100], ids=["integrated", "host-page-tables"])
+@pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
+def test_a_device_that_shares_the_memory_of_the_host_leaves_no_model_in_the_page_cache(
+    gpu, fake, tmp_path, monkeypatch, attribute, verify
+):
+    memory = pytest.importorskip("benchmarks.memory")
+    state = {f"t{i}": torch.randn(1 << 20) for i in range(6)}
+    path = samples.write_state_dict(tmp_path / "model.tensors", state)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # pages that are not on the disk yet stay
+
+    def cached_after_load(**options):
+        path.read_bytes()
+        if memory.cached_share(path) < 0.99:
+            pytest.skip("a file system that does not tell what is cached")
+        samples.assert_same(gpu.load(path, verify_hash=verify, **options), state)
+        return memory.cached_share(path)
+
+    assert cached_after_load() > 0.99
+    fake.unify(attribute)
+    assert cached_after_load(direct_io="never") > 0.99
+    assert cached_after_load() < 0.05
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cached_after_load() > 0.99
+
+
 @pytest.mark.parametrize("verify", [False, True])
 def test_two_devices_are_served_by_one_load(gpu, fake, tmp_path, monkeypatch, verify):
     """Neither waits for the other: memory of both is asked for before either has all of its own."""

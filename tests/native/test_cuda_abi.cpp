@@ -52,7 +52,10 @@ TEST(CudaAbi, NumbersAreThoseOfTheToolkit) {
   EXPECT_EQ(kEventDisableTiming, static_cast<unsigned>(CU_EVENT_DISABLE_TIMING));
   EXPECT_EQ(kHostRegisterPortable, static_cast<unsigned>(CU_MEMHOSTREGISTER_PORTABLE));
   EXPECT_EQ(kHostAllocPortable, static_cast<unsigned>(CU_MEMHOSTALLOC_PORTABLE));
+  EXPECT_EQ(kAttributeIntegrated, CU_DEVICE_ATTRIBUTE_INTEGRATED);
   EXPECT_EQ(kAttributeHostRegisterSupported, CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
+  EXPECT_EQ(kAttributeUsesHostPageTables,
+            CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES);
   EXPECT_EQ(kCaptureStatusNone, CU_STREAM_CAPTURE_STATUS_NONE);
   EXPECT_EQ(kCaptureModeRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED);
   EXPECT_EQ(kSourceAccessInStreamOrder, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);

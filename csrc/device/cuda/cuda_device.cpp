@@ -35,6 +35,16 @@ Device& Device::get(Ordinal ordinal) {
   return *known.devices.back();
 }
 
+bool Device::shares_host_memory() const {
+  Ordinal handle = 0;
+  check(driver_, driver_.cuDeviceGet(&handle, ordinal_), "finding the CUDA device");
+  const auto has = [&](int attribute) {
+    int value = 0;
+    return driver_.cuDeviceGetAttribute(&value, attribute, handle) == kSuccess && value != 0;
+  };
+  return has(kAttributeIntegrated) || has(kAttributeUsesHostPageTables);
+}
+
 std::shared_ptr<PinnedBuffers> Device::use_pinned(const PinnedSettings& wanted) {
   validate(wanted);
   MutexLock lock(mutex_);

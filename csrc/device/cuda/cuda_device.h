@@ -40,6 +40,10 @@ class Device {
   Ordinal ordinal() const noexcept { return ordinal_; }
   std::string label() const { return "CUDA device " + std::to_string(ordinal_); }
 
+  // Whether its memory is that of the host, as on GB10, GB200 and Jetson: what the host keeps of a
+  // file is then missing for models. Throws Error(device).
+  bool shares_host_memory() const;
+
   // The pinned memory, made if there is none. While it is shared, later users get it as it
   // is; when unused and another size is wanted, it is replaced. It counts as used until the last
   // pointer is gone; no context needs to be current.

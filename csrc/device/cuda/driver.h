@@ -36,7 +36,9 @@ inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;
 inline constexpr unsigned kHostAllocPortable = 1;
+inline constexpr int kAttributeIntegrated = 18;
 inline constexpr int kAttributeHostRegisterSupported = 99;
+inline constexpr int kAttributeUsesHostPageTables = 100;
 inline constexpr int kCaptureStatusNone = 0;
 inline constexpr int kCaptureModeRelaxed = 2;
 

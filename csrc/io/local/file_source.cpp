@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <chrono>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/checked_math.h"
@@ -85,6 +86,16 @@ bool is_cached(int fd, const struct stat& file) noexcept {
     if (!cached.value_or(may_ask_for_residence(file) && is_resident(fd, at))) return false;
   }
   return true;
+}
+
+// The pages of a range leave the page cache, those at its edges too: a neighbour reads its page
+// again. Pages that somebody maps or has not written to the disk stay. A hint.
+void let_go(int fd, uint64_t offset, uint64_t nbytes) noexcept {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uint64_t begin = align_down(offset, page);
+  const uint64_t end = align_up(offset + nbytes, page);
+  posix_fadvise(fd, static_cast<off_t>(begin), static_cast<off_t>(end - begin),
+                POSIX_FADV_DONTNEED);
 }
 
 [[noreturn]] void throw_changed(Errc code, const std::string& name, const std::string& how) {
@@ -274,6 +285,22 @@ std::shared_ptr<void> FileSource::open_streams() {
   return streams;
 }
 
+// The cache keeps pages in pieces of up to some megabytes, and of those that two reads shared it
+// has let go of none.
+void FileSource::end_load() noexcept {
+  uint64_t begin = 0, end = 0;
+  {
+    MutexLock lock(mutex_);
+    begin = std::exchange(read_begin_, UINT64_MAX);
+    end = std::exchange(read_end_, 0);
+  }
+  if (begin >= end) return;
+  try {
+    let_go(handle()->fd.get(), begin, end - begin);
+  } catch (const Error&) {  // closed, or replaced: a hint
+  }
+}
+
 void FileSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
                          const std::stop_token& stop) {
   const uint64_t wanted = total_nbytes(buffers);
@@ -285,6 +312,12 @@ void FileSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
     direct->read(offset, left, stop);
   const std::shared_ptr<const Streams> separate = file->streams > 1 ? streams() : nullptr;
   file->read(offset, left, separate.get(), stop);
+  if (lets_go_.load(std::memory_order_relaxed)) {
+    let_go(file->fd.get(), offset, wanted);
+    MutexLock lock(mutex_);
+    read_begin_ = std::min(read_begin_, offset);
+    read_end_ = std::max(read_end_, offset + wanted);
+  }
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
 }
 

@@ -39,6 +39,7 @@ class FileSource final : public RangeSource {
   }
 
   std::shared_ptr<void> open_streams() override;
+  void end_load() noexcept override;
 
   void check_unchanged() const override;
 
@@ -54,6 +55,9 @@ class FileSource final : public RangeSource {
 
   // Whether reads that begin from now on go past the page cache.
   void set_direct(bool direct);
+
+  // What is read from now on leaves the page cache behind the reader.
+  void let_go_behind() noexcept { lets_go_.store(true, std::memory_order_relaxed); }
 
   // Whether the file is on a file system of another machine, or on one that a program serves
   // (FUSE), where a page that is missing later costs a round trip, or the process when it fails.
@@ -86,6 +90,11 @@ class FileSource final : public RangeSource {
   mutable FreshInChild<std::shared_ptr<DirectFile>> direct_file_ GUARDED_BY(mutex_);
   mutable FreshInChild<std::weak_ptr<const Streams>> streams_ GUARDED_BY(mutex_);
   std::atomic<uint64_t> bytes_read_{0};
+  std::atomic<bool> lets_go_{false};
+  // What was read since the last load ended, where it leaves the cache; from the first byte to the
+  // last.
+  uint64_t read_begin_ GUARDED_BY(mutex_) = UINT64_MAX;
+  uint64_t read_end_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace tensorizer::io

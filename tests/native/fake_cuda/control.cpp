@@ -79,6 +79,7 @@ CONTROL void fake_cuda_reset() {
   model().faults.clear();
   model().calls.clear();
   model().lost = 0;
+  model().unified = 0;
 }
 
 CONTROL void fake_cuda_break_kernels(int broken) {
@@ -201,6 +202,11 @@ CONTROL void fake_cuda_let_go() {
   const Lock lock(model().mutex);
   model().held = false;
   model().changed.notify_all();
+}
+
+CONTROL void fake_cuda_unify(int attribute) {
+  const Lock lock(model().mutex);
+  model().unified = attribute;
 }
 
 CONTROL void fake_cuda_allow_pageable(int allowed) {

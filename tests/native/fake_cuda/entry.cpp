@@ -261,7 +261,8 @@ API CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
   if (call.code) return call.code;
   if (!is_valid_device(device)) return kInvalidDevice;
   constexpr int kHostRegisterSupported = 99;
-  *value = attribute == kHostRegisterSupported && model().can_register ? 1 : 0;
+  const bool unified = attribute != 0 && attribute == model().unified;
+  *value = unified || (attribute == kHostRegisterSupported && model().can_register) ? 1 : 0;
   return 0;
 }
 

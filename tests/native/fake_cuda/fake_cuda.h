@@ -71,6 +71,9 @@ void fake_cuda_wait(void* stream, int device);
 // Work on the caller's stream that does not end before fake_cuda_let_go().
 void fake_cuda_hold(void* stream, int device);
 void fake_cuda_let_go(void);
+// The devices report this attribute, as those do whose memory is the host's: 18 (integrated) or 100
+// (uses the host's page tables); 0: none of them.
+void fake_cuda_unify(int attribute);
 // Copies may use memory that is not pinned: they then have run, or read their source, when the call
 // returns.
 void fake_cuda_allow_pageable(int allowed);

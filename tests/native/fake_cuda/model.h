@@ -124,6 +124,7 @@ struct Model {
   int version = 13000;
   int devices = 2;
   bool can_register = true;
+  int unified = 0;  // see fake_cuda_unify
   bool any_address = false;
   std::atomic<bool> wrong_kernels{false};
   bool pageable_allowed = false;     // copies may use host memory that is not pinned
