@@ -106,7 +106,7 @@ $(TOOLS)/stamp: requirements/packaging.txt | system-build
 # Without names, every Python that is here (PYTHONS='3.11 3.13').
 PYTHONS ?=
 NOX = TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/nox --reuse-existing-virtualenvs --no-error-on-missing-interpreters $(if $(PYTHONS),--python $(PYTHONS))
-.PHONY: wheel wheels wheels-again wheel-test matrix
+.PHONY: wheel wheels wheels-again wheel-test rehearse matrix
 wheel: system-wheels $(VENV)/stamp-torch $(TOOLS)/stamp  ## a wheel that needs no library, for this Python, in dist/
 	$(TOOLS)/bin/python scripts/packaging/build_wheel.py --out dist --jobs $(JOBS) $(BIN)/python
 
@@ -124,6 +124,9 @@ sdist: $(VENV)/stamp-torch  ## the source distribution, in dist/
 WHEEL_TEST_ARGS ?=
 wheel-test: system-test $(VENV)/stamp-dev  ## the wheels of dist/, each in a clean environment (WHEEL_TEST_ARGS=--suite: with all tests)
 	$(NOX) --session wheel_test $(if $(WHEEL_TEST_ARGS),-- $(WHEEL_TEST_ARGS))
+
+rehearse: $(VENV)/stamp-torch  ## what publishing the wheels of dist/ would do, on this machine alone (needs a package index)
+	PYTHON=$(BIN)/python scripts/packaging/rehearse.sh dist
 
 MATRIX_ARGS ?= --tags oldest newest
 matrix: system-test $(VENV)/stamp-dev  ## build and test with every Python that is here (MATRIX_ARGS='--tags between')

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sources import read_libraries
 
-MAX_WHEEL_NBYTES = 5_000_000
+MAX_WHEEL_NBYTES = 4_500_000
 MAX_MODULE_NBYTES = 10_000_000
 LIBRARY_NAMES = re.compile(
     r"(SSL|EVP|CRYPTO|X509|OPENSSL|BIO|ERR|OSSL|curl|nghttp2|sodium|crypto_\w+|redis|crc32)_?|_ZNK?(2at|3c10|5torch)|THP"

@@ -394,6 +394,8 @@ def test_a_script_without_arguments_or_without_files_says_in_one_line_what_it_wa
         ("../site/build.sh",): "usage: build.sh ZENSICAL FOLDER",
         ("bare.sh", empty): f"no wheel in {empty}",
         ("try_sdist.sh", empty): f"0 source distributions in {empty}: expected one",
+        ("rehearse.sh",): "usage: rehearse.sh FOLDER",
+        ("rehearse.sh", empty): f"0 wheels for cp{sys.version_info[0]}{sys.version_info[1]} on",
         ("build_again.sh",): "usage: build_again.sh FOLDER PYTHON",
         ("check_wheel.py", absent): f"no wheel in {absent}",
         ("release.py",): "usage: release.py check TAG FOLDER",
@@ -403,7 +405,8 @@ def test_a_script_without_arguments_or_without_files_says_in_one_line_what_it_wa
     for (script, *arguments), wanted in cases.items():
         start = [sys.executable] if script.endswith(".py") else ["bash"]
         command = [*start, str(SCRIPTS / script), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "PYTHON": sys.executable}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode != 0, command
         (line,) = done.stderr.splitlines()
         assert wanted in line
