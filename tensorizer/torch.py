@@ -17,6 +17,7 @@ import torch
 
 from tensorizer._files.contents import check_state_dict, module_contents, state_dict_contents, state_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
+from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import no_such_name
 from tensorizer._io.access import Access, Trust
@@ -36,6 +37,7 @@ from tensorizer.signing import PublicKeyArgument
 __all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
 
+@says_dtype
 def load_file(
     filename: Any,
     device: DeviceArgument = "cpu",

@@ -335,6 +335,7 @@ def test_names_of_dtypes_are_taken_wherever_a_dtype_is(path, tmp_path):
         tensorizer.convert(path, tmp_path / "half.tensors", dtype=dtype)
         assert {one.dtype for one in tensorizer.inspect(tmp_path / "half.tensors").tensors} == {"float16"}
     assert "did you mean dtype=?" in message(TypeError, tensorizer.convert, path, path, torch_dtype="float16")
+    assert "did you mean dtype=?" in message(TypeError, tensorizer.load_file, path, torch_dtype=torch.float16)
 
 
 def test_a_name_that_a_file_lacks_is_told_with_the_file_and_the_nearest_name(path):
