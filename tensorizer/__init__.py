@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tensorizer import torch as torch
     from tensorizer import torch_compat as torch_compat
     from tensorizer import utils as utils
+    from tensorizer import weight_sync as weight_sync
     from tensorizer._files.convert import convert as convert
     from tensorizer._files.diff import DiffReport as DiffReport
     from tensorizer._files.diff import diff as diff
@@ -112,6 +113,7 @@ _SUBMODULES = {
     "torch",
     "torch_compat",
     "utils",
+    "weight_sync",
 }
 
 __all__ = [
