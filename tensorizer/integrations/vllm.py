@@ -6,6 +6,7 @@ vLLM finds :func:`register` by its entry point (group ``vllm.general_plugins``),
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import time
@@ -27,6 +28,8 @@ __all__ = ["register"]
 logger = logging.getLogger("vllm.tensorizer")
 
 _FORMAT = "tensorizer_stream"
+_FORMAT_OF_STORES = "runai_streamer"  # one that vLLM takes for models of object stores
+_CHECK = "try_verify_and_update_config"
 _CONFIG = "model_loader_extra_config"
 _METHODS = {
     "__init__": ("self", "load_config"),
@@ -53,6 +56,7 @@ def register() -> None:
             return
         _check_interface(BaseModelLoader)
         register_model_loader(_FORMAT)(_loader_class(BaseModelLoader))
+        _allow_object_storage()
     except Exception as error:
         text = (
             f"tensorizer {__version__} does not know the interface of vLLM {_version_of_vllm()}, so there is no "
@@ -70,6 +74,33 @@ def _check_interface(base: type) -> None:
             raise TypeError(
                 f"{base.__name__}.{name}: expected the parameters {', '.join(wanted)}, got {', '.join(found)}"
             )
+
+
+def _allow_object_storage() -> None:
+    """Lets models of ``s3://`` have our format.
+
+    vLLM copies their configuration and keeps the place of their weights, but then insists on formats of its own. It
+    is shown one of these while it checks. A vLLM that checks otherwise stays as it is.
+    """
+    from vllm import config
+
+    settings: Any = getattr(config, "VllmConfig", None)
+    check = getattr(settings, _CHECK, None)
+    if check is None:
+        return
+
+    @functools.wraps(check)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        load_config = self.load_config
+        if load_config.load_format != _FORMAT:
+            return check(self, *args, **kwargs)
+        load_config.load_format = _FORMAT_OF_STORES
+        try:
+            return check(self, *args, **kwargs)
+        finally:
+            load_config.load_format = _FORMAT
+
+    setattr(settings, _CHECK, checked)
 
 
 def _version_of_vllm() -> str:

@@ -26,6 +26,12 @@ from tensorizer.integrations import vllm as integration
 TENSORS = {"embed.weight": torch.randn(10, 8), "layers.0.weight": torch.randn(8, 8), "norm.weight": torch.randn(8)}
 
 
+def refuse_other_formats(self):
+    """As vLLM 0.32 checks the format for a model of an object store."""
+    if self.model_config.model_weights and self.load_config.load_format not in ("modelexpress", "runai_streamer"):
+        raise ValueError("To load a model from object storage, 'load_format' must be 'runai_streamer'")
+
+
 def stub_of_vllm(base) -> dict:
     """The modules of a vLLM that has this class for loaders, and one load format of its own."""
     formats = {"auto": object}
@@ -42,10 +48,12 @@ def stub_of_vllm(base) -> dict:
     vllm.__version__ = "0.99.0"
     loaders._LOAD_FORMAT_TO_MODEL_LOADER, loaders.register_model_loader = formats, register_model_loader
     executor.model_loader, vllm.model_executor = loaders, executor
+    vllm.config = types.ModuleType("vllm.config")
+    vllm.config.VllmConfig = type("VllmConfig", (), {"try_verify_and_update_config": refuse_other_formats})
     base_loader = types.ModuleType("base_loader")
     base_loader.BaseModelLoader = base
     place = "vllm.model_executor"
-    modules = {"vllm": vllm, place: executor, f"{place}.model_loader": loaders}
+    modules = {"vllm": vllm, "vllm.config": vllm.config, place: executor, f"{place}.model_loader": loaders}
     return {**modules, f"{place}.model_loader.base_loader": base_loader}
 
 
@@ -146,6 +154,18 @@ def test_register_does_nothing_twice(formats):
     integration.register()
     assert formats["tensorizer_stream"] is registered
     assert issubclass(registered, BaseModelLoader)
+
+
+def test_a_model_of_an_object_store_may_have_our_format(formats):
+    settings = sys.modules["vllm.config"].VllmConfig()
+    settings.model_config = SimpleNamespace(model_weights="s3://bucket/model")
+    for name in ("tensorizer_stream", "runai_streamer"):
+        settings.load_config = SimpleNamespace(load_format=name)
+        settings.try_verify_and_update_config()
+        assert settings.load_config.load_format == name
+    settings.load_config = SimpleNamespace(load_format="auto")
+    with pytest.raises(ValueError, match="object storage"):
+        settings.try_verify_and_update_config()
 
 
 class RenamedArguments(BaseModelLoader):
