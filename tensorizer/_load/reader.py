@@ -169,6 +169,11 @@ class FileReader:
         source = self.own_source
         return source.map() if self.mapped and isinstance(source, _C.FileSource) else None
 
+    @property
+    def was_cached(self) -> bool:
+        """Whether it was in the page cache when it was opened, as far as that was looked at."""
+        return isinstance(self.own_source, _C.FileSource) and self.own_source.was_cached
+
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     @property

@@ -257,7 +257,7 @@ def _load_of(file: OpenFile, group: _Group, progress: Any) -> Any:
             in_turn.append((reader, begin, entries))
             continue
         pending += [(begin, batch) for batch in batches]
-        if mapping is not None:
+        if mapping is not None and not reader.was_cached:  # what is in memory needs no thread to fetch it
             offset = reader.index.data_offset(entries[0])
             end = reader.index.data_offset(entries[-1]) + reader.index.data_nbytes(entries[-1])
             mappings.append((mapping, offset, end - offset))
