@@ -162,7 +162,8 @@ class _Loads:
         flat = [(part, i) for part in parts for i in part.entries]
 
         def nbytes_of(item: Any) -> int:
-            return int(item[0].reader.index.loaded_nbytes(item[1]))
+            part, i = item
+            return self._nbytes_of(part.begin + i)
 
         for run in runs(flat, nbytes_of, self._limit):
             found, ends = [], []
@@ -175,6 +176,14 @@ class _Loads:
             yield _Group(found, ends, sum(map(nbytes_of, run)))
         if empty:  # of which nothing is wanted, and which may have to be compared all the same
             yield _Group([], empty, 0)
+
+    def _nbytes_of(self, i: int) -> int:
+        """The memory that a tensor takes while it is loaded: that of both forms, where it is converted."""
+        nbytes, stored = self._file.index.loaded_nbytes(i), self._file.stored_dtype(i)
+        wanted = self._file.options.dtype
+        if stored is None or wanted is None or not self._file.casts(stored):
+            return nbytes
+        return nbytes + nbytes // stored.itemsize * wanted.itemsize
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +203,7 @@ class _Loads:
 
     def hand_out(self, i: int) -> None:
         """Notes that a tensor belongs to the caller from now on."""
-        self._ahead -= self._file.index.loaded_nbytes(i)
+        self._ahead -= self._nbytes_of(i)
         self._begin_more()
 
     def _begin_more(self) -> None:
@@ -279,7 +288,7 @@ def _load_of(file: OpenFile, group: _Group, progress: Any) -> Any:
         found.sort(key=lambda item: places[item[0]])
         for reader in group.ends:
             reader.check_sha256()
-        progress(group.nbytes)
+        progress(sum(reader.index.loaded_nbytes(i) for reader, _, entries in group.parts for i in entries))
         return found
 
     return load
