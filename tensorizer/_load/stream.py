@@ -179,7 +179,7 @@ class _Loads:
 
     def _nbytes_of(self, i: int) -> int:
         """The memory that a tensor takes while it is loaded: that of both forms, where it is converted."""
-        nbytes, stored = self._file.index.loaded_nbytes(i), self._file.stored_dtype(i)
+        nbytes, stored = int(self._file.index.loaded_nbytes(i)), self._file.stored_dtype(i)
         wanted = self._file.options.dtype
         if stored is None or wanted is None or not self._file.casts(stored):
             return nbytes
