@@ -102,7 +102,7 @@ def load_stream(
         stream_options=stream_options,
     )
     with open_folder(source, options) as folder:
-        weights = find_weights(folder, "model", options)
+        weights = find_weights(folder, "model", options, any_name=True)
         return TensorStream(weights.open(device, dtype, filter_func), nbytes)
 
 
@@ -117,7 +117,7 @@ def fetch(source: Any) -> None:
         return
     options = LoadOptions()
     with open_folder(source, options) as folder:
-        find_weights(folder, "model", options)
+        find_weights(folder, "model", options, any_name=True)
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

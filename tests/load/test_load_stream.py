@@ -86,6 +86,16 @@ def test_load_stream_takes_every_kind_of_source(tmp_path, form):
         assert_is_all(dict(load_stream(f"{address}/model.safetensors", memory=1)))
 
 
+def test_the_only_model_of_a_folder_may_have_any_name(tmp_path):
+    save_file(TENSORS, tmp_path / "weights.safetensors")
+    assert_is_all(dict(load_stream(tmp_path)))
+    save_file(TENSORS, tmp_path / "other.safetensors")
+    with pytest.raises(tensorizer.FormatError, match="expected one index or one model file"):
+        load_stream(tmp_path)
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    assert_is_all(dict(load_stream(tmp_path)))
+
+
 def test_tensors_are_the_callers_own(folder):
     tensors = []
     for _, value in load_stream(folder, memory=1):

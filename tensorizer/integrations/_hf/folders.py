@@ -158,6 +158,10 @@ class ModelFolder:
         """Those of `names` that there are."""
         return [name for name in names if self.has(name)]
 
+    def listing(self) -> Optional[list[str]]:
+        """The names of all files in it; ``None`` where they cannot be listed."""
+        return None
+
     def forms(self, note_of: NoteOf) -> FolderOfForms:
         """What tells whether several files of weights in it are one model."""
         return FolderOfForms(self.label, self.weight, note_of, self.stream_options)
@@ -213,6 +217,9 @@ class LocalFolder(ModelFolder):
 
     def _names(self) -> Collection[str]:
         return ()  # they are all there
+
+    def listing(self) -> Optional[list[str]]:
+        return [path.name for path in (self._folder / self._below).iterdir() if path.is_file()]
 
     def _weight(self, name: str) -> Any:
         return str(self._folder / name)
@@ -430,6 +437,10 @@ class _CachedRepo(ModelFolder):
 
     def _names(self) -> Collection[str]:
         return self._listing
+
+    def listing(self) -> Optional[list[str]]:
+        inside = [name[len(self._below) :] for name in self._listing if name.startswith(self._below)]
+        return [name for name in inside if "/" not in name]
 
     def forms(self, note_of: NoteOf) -> FolderOfForms:
         return _FormsInRepo(self, note_of)

@@ -10,13 +10,13 @@ import torch
 from tensorizer._files.contents import check_pickled, files_of_index, read_pickled
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.forms import choose
-from tensorizer._io.model_files import find_model, find_pickled, usual_names
+from tensorizer._io.model_files import find_model, find_pickled, form_stem, usual_names
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.open_index import note_of
 from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import AuthenticationError
+from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 
 
@@ -68,13 +68,14 @@ class Weights(NamedTuple):
             return file.as_state_dict(file.read_whole())
 
 
-def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:
+def find_weights(folder: ModelFolder, stem: str, options: LoadOptions, any_name: bool = False) -> Weights:
     """The weights under the usual names: ``.tensors`` or ``.safetensors``, else ``.bin`` if that is allowed.
 
     Args:
         folder: The folder.
         stem: ``model``, ``diffusion_pytorch_model`` or ``adapter_model``.
         options: Of the load; ``variant`` and ``allow_pickle`` are used.
+        any_name: Takes the only model of a folder that can be listed under whatever name it has, as ``load_file`` does.
 
     Raises:
         FileNotFoundError: There are none; the message says what was looked for.
@@ -87,7 +88,10 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
             raise FileNotFoundError(f"{folder.label}: expected {folder.file}, got none")
         return Weights(folder.weight(folder.file), False, folder, options)
     # Of forms of one model, libraries read .safetensors anyway: here .tensors comes first.
-    found = find_model(folder.those_of, stem, options.variant)[::-1]
+    listing = folder.listing() if any_name else None
+    found = find_model(folder.those_of, stem, options.variant, listing)[::-1]
+    if len({form_stem(name) for name in found}) > 1 and listing is not None:
+        raise FormatError(f"{folder.label}: expected one index or one model file, got {', '.join(found)[:300]}")
     if len(found) > 1:
         note = functools.partial(note_of, Access(options.encryption, folder.stream_options))
         found = [choose(found, folder.forms(note))]
