@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from tensorizer._io.http import CURLStreamFile
@@ -130,6 +130,11 @@ class FolderStore(Store):
         self._path = os.path.abspath(path)
         self._lock: Optional[int] = None
         self.name = self._path
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        lock = self.__dict__.get("_lock")  # of a publisher that nobody closed
+        if lock is not None:
+            close(lock)
 
     def place_of(self, name: str) -> str:
         return os.path.join(self._path, name)

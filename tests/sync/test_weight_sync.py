@@ -272,6 +272,14 @@ def test_a_second_publisher_of_a_folder_is_a_conflict(folder, publisher):
         assert third.publish(tensors()).version == 2
 
 
+def test_a_publisher_that_is_dropped_lets_others_publish(folder):
+    publisher = WeightPublisher(folder)
+    publisher.publish(tensors())
+    del publisher
+    with WeightPublisher(folder) as publisher:
+        assert publisher.publish(tensors()).version == 1
+
+
 def test_a_publish_that_fails_leaves_the_version_before_and_the_next_one_is_an_anchor(folder, publisher, monkeypatch):
     from tensorizer._sync.stores import FolderStore
 
