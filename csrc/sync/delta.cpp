@@ -18,7 +18,6 @@ namespace tensorizer::sync {
 namespace {
 
 constexpr uint64_t kComparedAtOnce = uint64_t{512} << 10;  // bytes: both copies stay in the cache
-constexpr uint64_t kWrittenAtOnce = 256;                   // elements that room is made for
 constexpr uint64_t kPositionsAtOnce = uint64_t{1} << 14;
 constexpr uint64_t kElementsMerged = uint64_t{1} << 15;  // whose values fit into the cache
 constexpr uint64_t kBlock = 32;  // positions whose memory is asked for before it is needed
@@ -42,23 +41,15 @@ class Grown {
     std::memcpy(to, bytes_.get(), size_);
     return to + size_;
   }
-  // Gives back what it does not use.
-  void settle() {
-    if (room_ == size_) return;
-    Grown exact;
-    if (size_ > 0) exact.end_at(copy_to(exact.exactly(size_)));
-    *this = std::move(exact);
+  void assign(const std::byte* from, size_t nbytes) {
+    bytes_ = std::make_unique_for_overwrite<std::byte[]>(nbytes);
+    if (nbytes > 0) std::memcpy(bytes_.get(), from, nbytes);
+    size_ = room_ = nbytes;
   }
   const std::byte* data() const noexcept { return bytes_.get(); }
   size_t size() const noexcept { return size_; }
 
  private:
-  std::byte* exactly(size_t nbytes) {
-    bytes_ = std::make_unique_for_overwrite<std::byte[]>(nbytes);
-    room_ = nbytes;
-    return bytes_.get();
-  }
-
   std::unique_ptr<std::byte[]> bytes_;
   size_t size_ = 0, room_ = 0;
 };
@@ -172,7 +163,11 @@ void for_differing(const std::byte* before, const std::byte* after, uint64_t fir
     if constexpr (kItemsize >= 8) {
       compare_elements(i, i + kElements);
     } else {
-      for (size_t word = 0; word < kWords; ++word) {
+      unsigned words = 0;
+      for (size_t word = 0; word < kWords; ++word)
+        words |= static_cast<unsigned>(was.words[word] != is.words[word]) << word;
+      for (; words != 0; words &= words - 1) {
+        const auto word = static_cast<size_t>(std::countr_zero(words));
         uint64_t bits = was.words[word] ^ is.words[word];
         while (bits != 0) {
           const unsigned in_word = static_cast<unsigned>(std::countr_zero(bits)) / (8 * kItemsize);
@@ -192,24 +187,38 @@ void compare(const Copies& copies, uint64_t first, uint64_t end, bool keep_all, 
   std::byte* const before = copies.before.bytes.data();
   const std::byte* const after = copies.after.data();
   changes = {};
-  for (uint64_t from = first; from < end; from += kWrittenAtOnce) {
-    ChangesWriter<kItemsize> writer(changes, kWrittenAtOnce);
-    for_differing<kItemsize>(
-        before, after, from, std::min(end, from + kWrittenAtOnce), [&](uint64_t i) {
-          const Element<kItemsize> was(before + i * kItemsize), is(after + i * kItemsize);
-          const uint64_t number = mixed_number(i);
-          changes.sum_change += mixed(number, is) - mixed(number, was);
-          writer.add(i, after + i * kItemsize);
-        });
-  }
-  if (!keep_all && changes.gaps.size() + changes.values.size() > (end - first) * kItemsize) {
+  // Room for all elements of a piece: the gaps in it have three bytes at most.
+  static_assert(kComparedAtOnce < (uint64_t{1} << 21));
+  constexpr size_t kGapsNbytes = kComparedAtOnce / kItemsize * 3;
+  thread_local const auto room =
+      std::make_unique_for_overwrite<std::byte[]>(kComparedAtOnce * 3 + kComparedAtOnce);
+  std::byte *gap = room.get(), *value = room.get() + kGapsNbytes;
+  uint64_t next = first, sum_change = 0;
+  for_differing<kItemsize>(before, after, first, end, [&](uint64_t i) {
+    const Element<kItemsize> was(before + i * kItemsize), is(after + i * kItemsize);
+    const uint64_t number = mixed_number(i);
+    sum_change += mixed(number, is) - mixed(number, was);
+    gap = put_leb128(gap, i - next);
+    next = i + 1;
+    std::memcpy(value, after + i * kItemsize, kItemsize);
+    value += kItemsize;
+  });
+  changes.changed = static_cast<uint64_t>(value - (room.get() + kGapsNbytes)) / kItemsize;
+  changes.sum_change = sum_change;
+  if (changes.changed == 0) return;
+  // The first gap is that from the end of the piece before, which is not known here.
+  uint64_t skipped = 0;
+  const std::byte* const gaps = take_leb128(room.get(), skipped);
+  changes.first = first + skipped;
+  changes.last = next - 1;
+  changes.gaps_nbytes = static_cast<size_t>(gap - gaps);
+  const size_t values_nbytes = changes.changed * kItemsize;
+  if (!keep_all && changes.gaps_nbytes + values_nbytes > (end - first) * kItemsize) {
     changes.kept = false;
-    changes.gaps = {};
-    changes.values = {};
     return;
   }
-  changes.gaps.settle();
-  changes.values.settle();
+  changes.gaps.assign(gaps, changes.gaps_nbytes);
+  changes.values.assign(room.get() + kGapsNbytes, values_nbytes);
   take_over<kItemsize>(changes, before);
 }
 
