@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.report import machine
 from tensorizer import _C
-from tensorizer._io.options import most_connections
+from tensorizer._io.http_options import most_connections
 from tensorizer._io.s3.objects import _DELETIONS
 from tensorizer._io.s3.upload import DEFAULT_UPLOADS, MAX_PART_NBYTES, MIN_PART_NBYTES
 from tensorizer.distributed import TensorizerReader, TensorizerWriter

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -39,21 +40,34 @@ class Walk(NamedTuple):
 
 def count(do: Doing) -> tuple[set[str], int]:
     """The files of the package that `do` enters, and its calls of their functions."""
+    entered, calls, _ = count_changes(do)
+    return entered, calls
+
+
+def count_changes(do: Doing, threads: bool = False) -> tuple[set[str], int, int]:
+    """As :func:`count`, and how often the next call is of a function in another file; other threads if asked for."""
     entered: set[str] = set()
-    calls = 0
+    calls = changes = 0
+    last = ""
 
     def seen(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name != "<module>":
-            entered.add(frame.f_code.co_filename)
+        nonlocal calls, changes, last
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and frame.f_code.co_name != "<module>":
+            entered.add(file)
             calls += 1
+            changes += file != last
+            last = file
 
+    if threads:
+        threading.setprofile(seen)
     sys.setprofile(seen)
     try:
         do()
     finally:
         sys.setprofile(None)
-    return entered, calls
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return entered, calls, changes
 
 
 def walk(prepare: Callable[[Path, int], Doing]) -> Walk:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 from tensorizer import _C
 
 if TYPE_CHECKING:
-    from tensorizer.encryption import DecryptionParams, EncryptionParams
+    from tensorizer._encryption import DecryptionParams, EncryptionParams
 
 
 def check_decryption(params: object) -> None:
@@ -20,7 +20,7 @@ def check_decryption(params: object) -> None:
     """
     if params is None:
         return
-    from tensorizer.encryption import DecryptionParams
+    from tensorizer._encryption import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
         raise TypeError(f"encryption: expected DecryptionParams, got {type(params).__name__}")
@@ -32,7 +32,7 @@ def check_encryption(params: object) -> None:
     """Raises ``TypeError`` for anything but ``EncryptionParams`` or ``None``."""
     if params is None:
         return
-    from tensorizer.encryption import EncryptionParams
+    from tensorizer._encryption import EncryptionParams
 
     if not isinstance(params, EncryptionParams):
         raise TypeError(f"encryption: expected EncryptionParams, got {type(params).__name__}")
@@ -71,7 +71,7 @@ def public_key_bytes(public_key: Any) -> tuple[bytes, ...]:
 
 
 def _public_key_bytes(public_key: Any) -> bytes:
-    from tensorizer.signing import PublicKey
+    from tensorizer._signing import PublicKey
 
     if isinstance(public_key, (str, os.PathLike)):
         public_key = PublicKey.from_file(public_key)
@@ -84,7 +84,7 @@ def _public_key_bytes(public_key: Any) -> bytes:
 
 def signer_of(signing_key: Any) -> _C.Signer:
     """What the extension signs with. Raises ``TypeError`` for anything but a ``SigningKey``."""
-    from tensorizer.signing import SigningKey
+    from tensorizer._signing import SigningKey
 
     if not isinstance(signing_key, SigningKey):
         raise TypeError(f"signing_key: expected a SigningKey, got {type(signing_key).__name__}")

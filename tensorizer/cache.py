@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
+from tensorizer._io.call_options import CallOptions
+from tensorizer._io.node_cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
+from tensorizer._io.openers import open_stream
 from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_uri
@@ -225,17 +227,16 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         >>> [entry.complete for entry in cache.add("https://models.example/model.tensors", cache="cache")]
         [True]
     """
-    from tensorizer import stream_io
-
     chosen = _chosen(cache)
     if chosen.offline:
         raise ValueError("nothing can be added to a cache with offline set")
     chosen.must_keep = True
+    options = CallOptions.to_read(stream_options={**(stream_options or {}), "cache": chosen})
     added = []
     for uri in uris:
         if local_path(uri) is not None:
             raise ValueError(f"{shown_uri(uri)} is a local file, which needs no cache")
-        stream: Any = stream_io.open_stream(uri, "rb", **{**(stream_options or {}), "cache": chosen})
+        stream: Any = open_stream(uri, "rb", options)
         with stream:
             source = stream._tensorizer_source()
             if not isinstance(source, _C.CacheSource):
@@ -291,7 +292,7 @@ def _entries(folder: Optional[_C.CacheFolder]) -> list[Entry]:
 def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], int]:
     """What is wrong with an entry, and how many tensors were checked."""
     from tensorizer._files.verify import verify as verify_file
-    from tensorizer._io.access import Access
+    from tensorizer._io.call_options import CallOptions
     from tensorizer._load.open_file import open_whole
 
     try:
@@ -303,7 +304,7 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     try:
         if not begins_as_tensors(source.read(0, min(entry.size, HEAD_NBYTES))):
             return None, 0
-        with open_whole(CachedFile(source), Access()) as file:
+        with open_whole(CachedFile(source), CallOptions()) as file:
             if file.index.encrypted:
                 return None, 0
             checked = len(file.stored)

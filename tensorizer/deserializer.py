@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import torch
 
+from tensorizer._encryption import DecryptionParams
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, no_such_name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
-from tensorizer._io.access import Access, Trust, says_dtype
+from tensorizer._io.call_options import CallOptions, Trust, says_dtype
 from tensorizer._io.sources import SourceArgument, reopener
 from tensorizer._load.arguments import DeviceArgument, check_filter, target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.reader import ReadOptions
+from tensorizer._progress import ProgressArgument
+from tensorizer._signing import PublicKeyArgument
 from tensorizer._system import checks
 from tensorizer._system.sizes import counted, size_text
-from tensorizer.encryption import DecryptionParams
-from tensorizer.progress import ProgressArgument
-from tensorizer.signing import PublicKeyArgument
 
 # Modules for what only some callers do are imported when it is done.
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     ) -> None:
         chosen = target_device(device)
         trust = Trust.of(public_key, require_authenticated)
-        access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
+        access = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
         options = ReadOptions(chosen, dtype, mmap, verify_hash, allow_missing_hashes, direct_io=direct_io)
         file = self._open_file = open_file(file_obj, access, options, filter_func)
         self.total_file_bytes: int = file.index.tensor_size
@@ -541,8 +541,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ...     tensors.load_into_module(model, strict=True)
             2
         """
-        from tensorizer._load.fit import ModuleView
-        from tensorizer._load.modules import Filling, ModuleFill, is_state_dict, module_names
+        from tensorizer._load.compare import ModuleView
+        from tensorizer._load.modules import Fill, FillOptions, is_state_dict, module_names
 
         check_module(m, "for a state dict use module.load_state_dict(deserializer)")
         check_filter(filter_func)
@@ -553,10 +553,10 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         try:
             view = ModuleView(m)
             hands_over = is_state_dict(file, stored.values()) and view.changes_state_dict and view.assigns
-            how = Filling(ties="stored", by_modules=not hands_over, tells_unfilled=True)
+            how = FillOptions(ties="stored", by_modules=not hands_over, tells_unfilled=True)
             if in_place:
-                how = Filling(assign=False, ties="kept", by_modules=True, in_place=True)
-            fill = ModuleFill(view, file, stored, how, strict or in_place, filter_func, prefix)
+                how = FillOptions(assign=False, ties="kept", by_modules=True, in_place=True)
+            fill = Fill(view, file, stored, how, strict or in_place, filter_func, prefix)
             try:
                 return len(fill.run(verify_hash).loaded)
             finally:

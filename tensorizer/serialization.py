@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tensorizer import _C
+from tensorizer._encryption import DecryptionParams, EncryptionParams
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._system import perf
 from tensorizer._system.devices import resolve_cuda_device
 from tensorizer.deserializer import TensorDeserializer
-from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     CryptographyError,
     FormatError,

@@ -15,15 +15,18 @@ import numpy as np
 import torch
 
 from tensorizer import _C
+from tensorizer._encryption import EncryptionParams
 from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, stored_dtype
 from tensorizer._format.tree import flatten
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.sources import TargetArgument
 from tensorizer._io.upload_on_close import tell_if_unclosed
 from tensorizer._keys import check_encryption, encryption_key, signer_of
+from tensorizer._progress import ProgressArgument, progress_reporter
 from tensorizer._save.records import (
     Record,
     check_name,
@@ -41,12 +44,10 @@ from tensorizer._save.session import (
     stay_until_the_end,
     write_tensors,
 )
+from tensorizer._signing import SigningKey
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.redaction import shown_location
-from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
-from tensorizer.progress import ProgressArgument, progress_reporter
-from tensorizer.signing import SigningKey
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -156,7 +157,7 @@ class TensorSerializer:
         self._progress = progress
         self._extra_state: extra_state.Nodes = {}  # in the file so far
 
-        opened = open_sink(file_obj, fsync, stream_options)
+        opened = open_sink(file_obj, fsync, CallOptions.to_write(stream_options=stream_options))
         self._opened = opened
         self._session = _C.SaveSession(
             opened.sink,

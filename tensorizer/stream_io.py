@@ -6,31 +6,28 @@ boto3 and fsspec are imported when you first use a URI that needs them.
 from __future__ import annotations
 
 import importlib
-import io
 import logging
 import os
 import shutil
+import sys
+import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
+from tensorizer._io import openers
+from tensorizer._io.call_options import CallOptions, StreamOptions
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.options import HTTPOptions as HTTPOptions
+from tensorizer._io.http_options import HTTPOptions as HTTPOptions
 from tensorizer._io.s3 import objects
 from tensorizer._io.s3.access import ParsedCredentials, infer_credentials
 from tensorizer._io.s3.client import enforce_scheme
-from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath, S3Options
+from tensorizer._io.s3.s3_options import DEFAULTS, ConfigPath
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
-from tensorizer._io.uri import check_is_path, expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
-from tensorizer._system import checks
-from tensorizer._system.config import env_text
-from tensorizer._system.redaction import shown_uri
-from tensorizer.errors import stream_errors
 
 if TYPE_CHECKING:
-    from tensorizer._io.cache import Cache
-    from tensorizer._io.cache import CacheOptions as CacheOptions
+    from tensorizer._io.node_cache import CacheOptions as CacheOptions
     from tensorizer._io.redis import RedisStreamFile as RedisStreamFile
     from tensorizer._io.redis import _parse_redis_uri as _parse_redis_uri
 
@@ -38,16 +35,18 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-_S3_MODES = ("rb", "wb", "wb+")
-
-
 # -- names that callers of the published package know ------------------------------------------------------------------
 
 # Programs may assign these three: every call looks them up. The endpoints are used where nothing else names one.
-default_s3_read_endpoint = READ_ENDPOINT
-default_s3_write_endpoint = WRITE_ENDPOINT
+default_s3_read_endpoint = DEFAULTS.read_endpoint
+default_s3_write_endpoint = DEFAULTS.write_endpoint
+_s3_default_config_paths = DEFAULTS.config_paths
 
-_s3_default_config_paths: tuple[str, ...] = (os.path.expanduser("~/.s3cfg"),)
+_ASSIGNABLE = {
+    "default_s3_read_endpoint": "read_endpoint",
+    "default_s3_write_endpoint": "write_endpoint",
+    "_s3_default_config_paths": "config_paths",
+}
 
 s3_download = objects.s3_download
 s3_upload = objects.s3_upload
@@ -62,19 +61,21 @@ def _infer_credentials(
     return infer_credentials(s3_access_key_id, s3_secret_access_key, s3_config_path, _s3_default_config_paths)
 
 
-def _s3_options(**keywords: Any) -> S3Options:
-    """Keywords of :func:`open_stream` and the defaults of this module, as one value."""
-    return S3Options.of(
-        keywords,
-        default_config_paths=_s3_default_config_paths,
-        read_endpoint=default_s3_read_endpoint,
-        write_endpoint=default_s3_write_endpoint,
-    )
+class _Module(types.ModuleType):
+    """Tells the code below what programs assign here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ASSIGNABLE:
+            setattr(DEFAULTS, _ASSIGNABLE[name], value)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Module
 
 
 # The module that each of these names is imported from when somebody first asks for it.
 _ORIGINS = {
-    "CacheOptions": "tensorizer._io.cache",
+    "CacheOptions": "tensorizer._io.node_cache",
     "RedisStreamFile": "tensorizer._io.redis",
     "_parse_redis_uri": "tensorizer._io.redis",
 }
@@ -183,88 +184,24 @@ def open_stream(
         ...     print(stream.read(5))
         b'|TZR|'
     """
-    if not isinstance(path_uri, (str, os.PathLike)):
-        raise TypeError(f"path_uri: expected str or os.PathLike, got {type(path_uri).__name__}")
-    scheme = scheme_of(path_uri)
-    if scheme is None:
-        check_is_path(path_uri)
-        return _open_local(os.fspath(path_uri), mode, buffer_size, begin)
-    uri = cast(str, path_uri)
-    if scheme in LOCAL_SCHEMES:
-        return _open_local(path_of_file_uri(uri), mode, buffer_size, begin)
-    chosen = _chosen_cache(cache) if "r" in mode else None
-    if chosen is not None and (begin is not None or end is not None):
-        chosen.leave(shown_uri(uri), "only a part of it is read (begin, end)")
-        chosen = None
-    if scheme in ("http", "https"):
-        checks.binary_mode(mode, ("rb",), scheme)
-        cached = None
-        if chosen is not None:
-            from tensorizer._io.cache import CachedObject, http_location
-
-            cached = CachedObject(chosen, http_location(uri))
-        if cached is not None and cached.cache.offline:
-            return cast(BinaryIO, cached.open_offline())
-        return CURLStreamFile(
-            uri,
-            begin=begin,
-            end=end,
-            buffer_size=buffer_size,
-            certificate_handling=certificate_handling,
-            http_options=http_options,
-            cached=cached,
-        )
-    if scheme in ("redis", "rediss"):
-        checks.binary_mode(mode, ("rb",), scheme)
-        if chosen is not None:
-            chosen.leave(shown_uri(uri), "Redis tells no versions")
-        from tensorizer._io.redis import RedisStreamFile
-
-        return RedisStreamFile(
-            uri, begin=begin, end=end, buffer_size=buffer_size, certificate_handling=certificate_handling
-        )
-    if scheme == "s3":
-        if "a" in mode:
-            raise ValueError(f"mode {mode!r}: objects in S3 cannot be appended to; expected {', '.join(_S3_MODES)}")
-        checks.binary_mode(mode, _S3_MODES, scheme)
-        options = _s3_options(**locals())
-        if "r" in mode:
-            return objects.open_read(uri, options, begin=begin, end=end, buffer_size=buffer_size, cache=chosen)
-        return objects.open_write(uri, options)
-    from tensorizer._io import fsspec
-
-    with stream_errors():
-        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, cache=chosen)
-
-
-def _chosen_cache(cache: Any) -> Optional[Cache]:
-    """The cache that is set. Where none is, nothing of it is imported."""
-    if cache is False or (cache is None and env_text("TENSORIZER_CACHE") is None):
-        return None
-    from tensorizer._io.cache import Cache
-
-    return Cache.chosen(cache)
-
-
-@stream_errors()
-def _open_local(path: Any, mode: str, buffer_size: Optional[int], begin: Optional[int]) -> BinaryIO:
-    if not isinstance(path, str):
-        raise TypeError(f"path_uri: expected a path of type str, got {type(path).__name__}")
-    if "b" not in mode:
-        raise ValueError(f"mode must be binary, with a b; got {mode!r}")
-    path = expanded(path)
-    if any(letter in mode for letter in "wax"):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    buffering = io.DEFAULT_BUFFER_SIZE if buffer_size is None else buffer_size
-    file = cast(BinaryIO, open(path, mode, buffering=buffering))  # noqa: SIM115 - the caller's to close
-    try:
-        file.seek(begin or 0)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _s3_prefix(uri: str, **stream_options: Any) -> objects.S3Prefix:
-    """The objects below an ``s3://`` prefix; keywords of :func:`open_stream` that S3 has no use for are ignored."""
-    return objects.S3Prefix(uri, _s3_options(**stream_options))
+    options = StreamOptions(
+        s3_access_key_id=s3_access_key_id,
+        s3_secret_access_key=s3_secret_access_key,
+        s3_endpoint=s3_endpoint,
+        s3_config_path=s3_config_path,
+        buffer_size=buffer_size,
+        force_http=force_http,
+        begin=begin,
+        end=end,
+        s3_region_name=s3_region_name,
+        s3_signature_version=s3_signature_version,
+        certificate_handling=certificate_handling,
+        s3_session_token=s3_session_token,
+        s3_profile=s3_profile,
+        s3_client_factory=s3_client_factory,
+        http_options=http_options,
+        s3_extra_args=s3_extra_args,
+        memory_budget=memory_budget,
+        cache=cache,
+    )
+    return cast(BinaryIO, openers.open_stream(path_uri, mode, CallOptions(stream=options)))

@@ -17,22 +17,21 @@ import torch
 
 from tensorizer._files.contents import check_state_dict, module_contents, state_dict_contents, state_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
-from tensorizer._format.dtypes import says_dtype
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import no_such_name
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.call_options import CallOptions, Trust, says_dtype
 from tensorizer._io.sources import lent
 from tensorizer._load.arguments import DeviceArgument, maps, target_device
-from tensorizer._load.digests import verification
-from tensorizer._load.fit import ModuleView
-from tensorizer._load.modules import Filling, ModuleFill
+from tensorizer._load.compare import ModuleView
+from tensorizer._load.digests import AUTO, verification
+from tensorizer._load.modules import Fill, FillOptions
 from tensorizer._load.open_file import open_file
 from tensorizer._load.parts import TensorSlice
 from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport
+from tensorizer._progress import ProgressArgument
 from tensorizer._save.session import HASH_NAMES
-from tensorizer.progress import ProgressArgument
-from tensorizer.signing import PublicKeyArgument
+from tensorizer._signing import PublicKeyArgument
 
 __all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
@@ -100,9 +99,9 @@ def load_file(
     """
     chosen = target_device("cpu" if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
-    access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
+    access = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
     options = ReadOptions(chosen, dtype, maps(backend, mmap), direct_io=direct_io)
-    options = options.verifying(verification(verify, stream_options))
+    options = options.verifying(AUTO if verify == "auto" else verification(verify, access))
     with open_file(lent(filename), access, options, filter_func) as file:
         return file.as_state_dict(file.read_whole())
 
@@ -169,7 +168,7 @@ def save_file(
         hashes=hashes,
         max_shard_size=max_shard_size,
     )
-    write_contents(contents, lent(filename), options, Access.to_write(encryption, stream_options, progress))
+    write_contents(contents, lent(filename), options, CallOptions.to_write(encryption, stream_options, progress))
 
 
 def save(
@@ -253,11 +252,11 @@ def load_model(
     view = ModuleView(model)
     chosen = target_device(view.device_of if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
-    access = Access.to_read(encryption, stream_options, num_readers, trust=trust)
+    access = CallOptions.to_read(encryption, stream_options, num_readers, trust=trust)
     options = ReadOptions(chosen, dtype, maps(backend), verify or None)
     with open_file(lent(filename), access, options) as file:
-        how = Filling(assign, ignores_sizes=ignore_mismatched_sizes)
-        return ModuleFill(view, file, file.flat_names(), how, strict).run()
+        how = FillOptions(assign, ignores_sizes=ignore_mismatched_sizes)
+        return Fill(view, file, file.flat_names(), how, strict).run()
 
 
 def save_model(
@@ -303,7 +302,7 @@ def save_model(
         state = state_of(model, include_non_persistent_buffers and format == "tensors")
         contents = state_dict_contents(check_state_dict(state), metadata)
     options = WriteOptions(format=format, ties=ties)
-    write_contents(contents, lent(filename), options, Access.to_write(encryption, stream_options))
+    write_contents(contents, lent(filename), options, CallOptions.to_write(encryption, stream_options))
 
 
 class safe_open(AbstractContextManager["safe_open"]):
@@ -350,7 +349,7 @@ class safe_open(AbstractContextManager["safe_open"]):
             raise ValueError(f"framework: expected 'pt', got {framework!r}")
         options = ReadOptions(target_device(device), mmap=maps(backend))
         trust = Trust.of(public_key, require_authenticated)
-        self._file = open_file(lent(filename), Access.to_read(encryption, stream_options, trust=trust), options)
+        self._file = open_file(lent(filename), CallOptions.to_read(encryption, stream_options, trust=trust), options)
         try:
             self._metadata = self._file.metadata()
             self._entries = self._file.flat_names()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, 
 
 import torch
 
+from tensorizer._system.devices import get_device as get_device
 from tensorizer._system.patches import Activity, Block, CountedPatch, in_this_task
 from tensorizer._system.sizes import convert_bytes
 
@@ -33,15 +34,6 @@ Model = TypeVar("Model")
 
 def _mebibytes(nbytes: int) -> str:
     return f"{nbytes >> 20:,}MiB"
-
-
-def get_device() -> torch.device:
-    """Returns ``torch.device("cuda")``, without an index, if CUDA is available, else ``torch.device("cpu")``.
-
-    Example:
-        >>> device = tensorizer.utils.get_device()
-    """
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def get_gpu_name() -> str:

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, NoReturn, Optional, Union
 import torch
 
 from tensorizer import _C
+from tensorizer._encryption import DecryptionParams, EncryptionParams
 from tensorizer._format.names import listed
 from tensorizer._format.payloads import contiguous
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.call_options import Trust
 from tensorizer._keys import check_encryption, signer_of
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, batches_to_copy, check_hashes, check_metadata, memory_of
+from tensorizer._signing import PublicKeyArgument, SigningKey
 from tensorizer._sync import files
 from tensorizer._sync.files import Changes, FileToWrite, Written
 from tensorizer._sync.forms import Form, added, form_of_anchor, form_of_tensors, state_of, sums_of, tensors_of
@@ -42,7 +44,6 @@ from tensorizer._sync.stores import NotMetError, Read, open_store
 from tensorizer._sync.target import Target
 from tensorizer._system import checks
 from tensorizer._system.devices import empty, ordinary_tensors
-from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     ConflictError,
     CryptographyError,
@@ -52,7 +53,6 @@ from tensorizer.errors import (
     VerificationError,
     VersionNotFoundError,
 )
-from tensorizer.signing import PublicKeyArgument, SigningKey
 
 __all__ = ["WeightFollower", "WeightPublisher"]
 
@@ -518,7 +518,7 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
         self._pinned = None if run is None else checks.text("run", run)
         patience = 0.0 if timeout is None else checks.seconds("timeout", timeout)
         self._store = open_store(location, stream_options, writes=False)
-        self._access = Access.to_read(encryption, stream_options, trust=Trust.of(public_key, None))
+        self._access = self._store.read_options.reading(encryption, Trust.of(public_key, None))
         self._target = Target(target, bool(strict))
         self._lock = threading.RLock()
         self._closed = False

@@ -22,8 +22,8 @@ from tensorizer._io.model_files import is_pickled_index, is_pickled_name, only_p
 from tensorizer._io.shards import MAX_INDEX_NBYTES, parse_index
 from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors, nothing, open_source
 from tensorizer._io.uri import local_path
+from tensorizer._load.compare import shown
 from tensorizer._load.digests import Verification, check_digest, missing_digest, name_of
-from tensorizer._load.fit import shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, extra_states, place_of, record_of, ties_of, walk_module
 from tensorizer._save.session import check_metadata

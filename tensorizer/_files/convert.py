@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._files.checkpoints import is_checkpoint, reader
+from tensorizer._files.checkpoints import reader
 from tensorizer._files.contents import (
     Contents,
     check_pickled,
@@ -25,17 +25,17 @@ from tensorizer._files.contents import (
 from tensorizer._files.copy import copies_beside, copy_file, has_signature_beside, open_once
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
-from tensorizer._io.access import Access, Trust, says_dtype
-from tensorizer._io.model_files import index_name
+from tensorizer._io.call_options import CallOptions, Trust, says_dtype
+from tensorizer._io.model_files import index_name, is_checkpoint
 from tensorizer._io.shards import ORIGIN_KEY, facts_of, origin_text
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import SplitURI, identity_of, local_path
-from tensorizer._load.digests import Verification, verification
+from tensorizer._load.digests import AUTO, Verification, verification
 from tensorizer._load.open_file import OpenFile
+from tensorizer._progress import ProgressArgument
+from tensorizer._signing import PublicKeyArgument
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
-from tensorizer.progress import ProgressArgument
-from tensorizer.signing import PublicKeyArgument
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -133,13 +133,18 @@ def convert(
         2
     """
     begin = time.monotonic()
-    access = Access.to_write(encryption, stream_options, progress)
+    access = CallOptions.to_write(encryption, stream_options, progress)
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, False)
-        reading = Access.to_read(decryption, stream_options, trust=trust)
+        reading = access.reading(decryption, trust)
         to_format = format_of(target, format)
         contents, skipped, files_read, file = _open_contents(
-            stack, source, reading, skip_non_tensors, to_format, verification(verify, stream_options)
+            stack,
+            source,
+            reading,
+            skip_non_tensors,
+            to_format,
+            AUTO if verify == "auto" else verification(verify, reading),
         )
         shown_source = shown_location(source) if file is None else file.source_name
         options = WriteOptions(
@@ -158,7 +163,7 @@ def convert(
         target = file_in_folder(target, format)
         if all_files:
             _check_is_told_from_folders(target)
-        beside = copies_beside(source, target, force, stream_options) if all_files else []
+        beside = copies_beside(source, target, force, access) if all_files else []
         if file is not None and not dry_run and format_of(target, format) == "tensors":
             note = _note_of_origin(file, target)
             if note is not None:
@@ -168,7 +173,7 @@ def convert(
             if file is not None:
                 _warn_of_signatures(file, source)
             for other, copy in beside:
-                copy_file(other, copy, stream_options)
+                copy_file(other, copy, access)
         return {
             "source": shown_source,
             "target": shown_location(target),
@@ -200,7 +205,7 @@ def _note_of_origin(file: OpenFile, target: Any) -> Optional[str]:
     of_index = [None] * (len(locations) - len(sources))  # the index of shards is not open
     return origin_text(
         {
-            _name_of(location): facts_of(location, file.access.stream_options, source)
+            _name_of(location): facts_of(location, file.access, source)
             for location, source in zip(locations, [*of_index, *sources])
         }
     )
@@ -232,14 +237,14 @@ def _check_is_told_from_folders(target: Any) -> None:
 def _open_contents(
     stack: contextlib.ExitStack,
     source: Any,
-    access: Access,
+    access: CallOptions,
     skip_non_tensors: bool,
     to_format: str,
     verify: Verification,
 ) -> tuple[Contents, list[str], list[Any], Optional[OpenFile]]:
     """The tensors of a source, the names of values that are left out, the files that they come from, and the open file,
     if any."""
-    if is_checkpoint(source, access.stream_options):
+    if is_checkpoint(source, access):
         found, left_out, read = stack.enter_context(reader().contents(source, access, to_format))
         return found, left_out, read, None
     files = pickled_files(source)

@@ -8,11 +8,11 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from tensorizer import _C
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.model_files import belongs_to_weights, exists
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import OpenedSource, open_source
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tensorizer.serialization")
 
 
-def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None) -> None:
+def check_target(target: Any, force: bool, options: CallOptions = PLAIN) -> None:
     """Raises :class:`StreamExistsError` for a target that exists, unless `force`."""
-    if not force and exists(target, stream_options):
+    if not force and exists(target, options):
         raise StreamExistsError(f"{shown_location(target)} exists (force replaces it)")
 
 
-def copy_file(source: Any, target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> None:
+def copy_file(source: Any, target: Any, options: CallOptions = PLAIN) -> None:
     """Copies a file between two paths or URIs; the target appears when it is complete.
 
     Raises:
         OSError: It cannot be read or written.
     """
-    opened = open_source(source, stream_options)
-    with contextlib.closing(opened), WholeFile(target, stream_options) as file:
+    opened = open_source(source, options)
+    with contextlib.closing(opened), WholeFile(target, options) as file:
         file.copy_from(opened.source)
 
 
@@ -52,7 +52,7 @@ def has_signature_beside(source: Any) -> bool:
 # --- read once -------------------------------------------------------------------------------------------------------
 
 
-def open_once(source: Any, access: Access, verify: Verification) -> OpenFile:
+def open_once(source: Any, options: CallOptions, verify: Verification) -> OpenFile:
     """Opens a file as :func:`open_whole`, for a caller that does not read it in its order.
 
     Where a server knows no ranges, the file is copied to a temporary file without a name first. If the temporary folder
@@ -61,14 +61,14 @@ def open_once(source: Any, access: Access, verify: Verification) -> OpenFile:
     from tensorizer._load.open_file import WHOLE, file_of
     from tensorizer._load.open_index import open_files
 
-    opened = open_files(source, access)
+    opened = open_files(source, options)
     try:
         if isinstance(opened, OpenedSource) and _lacks_ranges(opened):
             opened = _spooled(opened)
     except BaseException:
         opened.close()
         raise
-    return file_of(opened, access, WHOLE.verifying(verify)._replace(allow_missing_hashes=not verify.stored))
+    return file_of(opened, options, WHOLE.verifying(verify)._replace(allow_missing_hashes=not verify.stored))
 
 
 def _lacks_ranges(opened: OpenedSource) -> bool:
@@ -92,9 +92,7 @@ def _spooled(opened: OpenedSource) -> OpenedSource:
 # --- beside the tensors of a model ----------------------------------------------------------------------------------
 
 
-def copies_beside(
-    source: Any, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None
-) -> list[tuple[str, str]]:
+def copies_beside(source: Any, target: Any, force: bool, options: CallOptions = PLAIN) -> list[tuple[str, str]]:
     """The files in the folder of a local source that hold no tensors, each with its name in the folder of the target.
 
     Hidden files and folders are left out.
@@ -120,7 +118,7 @@ def copies_beside(
     pairs = [(file, f"{folder}/{os.path.basename(file)}") for file in found]
     pairs = [(file, copy) for file, copy in pairs if os.path.realpath(file) != os.path.realpath(copy)]
     for _, copy in pairs:
-        check_target(copy, force, stream_options)
+        check_target(copy, force, options)
     return pairs
 
 
@@ -141,7 +139,7 @@ def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
         )
 
 
-def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any]] = None) -> None:
+def remove_files(paths: Sequence[str], options: CallOptions = PLAIN) -> None:
     """Removes files that :func:`other_forms` has found.
 
     Raises:
@@ -149,10 +147,10 @@ def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any
     """
     for path in paths:
         if scheme_of(path) == "s3":
-            from tensorizer import stream_io
+            from tensorizer._io.s3.objects import S3Prefix
 
             folder, _, name = path.rpartition("/")
-            stream_io._s3_prefix(folder, **(stream_options or {})).delete([name])
+            S3Prefix(folder, options).delete([name])
         elif scheme_of(path) is not None:
             from tensorizer._io import fsspec
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.checkpoints import is_checkpoint, reader
+from tensorizer._files.checkpoints import reader
 from tensorizer._format.entries import FilterFuncType, HashType, flat_name
 from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
+from tensorizer._io.model_files import is_checkpoint
 from tensorizer._load.open_file import BATCH_NBYTES, OpenFile, open_whole
 from tensorizer._system.sizes import runs
 
@@ -104,9 +105,10 @@ def diff(
         >>> tensorizer.diff("model.tensors", "model.tensors")
         <DiffReport: model.tensors and model.tensors: 0 removed, 0 added, 0 changed, 2 equal>
     """
+    options = CallOptions.to_read(encryption_a, stream_options)
     with (
-        _side(a, Access.to_read(encryption_a, stream_options), filter_func) as first,
-        _side(b, Access.to_read(encryption_b, stream_options), filter_func) as second,
+        _side(a, options, filter_func) as first,
+        _side(b, options.reading(encryption_b), filter_func) as second,
     ):
         return _Comparison(first, second, rtol, atol, ignore_dtype).run()
 
@@ -127,8 +129,8 @@ class Side(NamedTuple):
 
 
 @contextlib.contextmanager
-def _side(source: Any, access: Access, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
-    if is_checkpoint(source, access.stream_options):
+def _side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
+    if is_checkpoint(source, access):
         with reader().side(source, access, filter_func) as found:
             yield found
         return

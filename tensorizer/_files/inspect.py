@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._files.checkpoints import is_checkpoint, reader
+from tensorizer._files.checkpoints import reader
 from tensorizer._format.names import Name, name_text
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
+from tensorizer._io.model_files import is_checkpoint
 from tensorizer._load.open_index import open_index
 from tensorizer._system.sizes import counted, size_text
 
@@ -115,10 +116,11 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
         >>> [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensorizer.inspect("model.tensors").tensors]
         [('weight', 'float32', (2, 4)), ('bias', 'float32', (2,))]
     """
-    if is_checkpoint(source, stream_options):
-        info: FileInfo = reader().inspect(source, stream_options)
+    options = CallOptions.to_read(stream_options=stream_options)
+    if is_checkpoint(source, options):
+        info: FileInfo = reader().inspect(source, options)
         return info
-    with open_index(source, Access(stream_options=stream_options)) as file:
+    with open_index(source, options) as file:
         index = file.index
         file.read_dtypes(file.stored)
         tensors = tuple(
@@ -155,9 +157,10 @@ def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None
     """Whether reading payloads of a file needs a key."""
     from tensorizer._files.contents import pickled_files  # which needs torch
 
-    if is_checkpoint(source, stream_options):
-        return bool(reader().is_encrypted(source, stream_options))
+    options = CallOptions.to_read(stream_options=stream_options)
+    if is_checkpoint(source, options):
+        return bool(reader().is_encrypted(source, options))
     if pickled_files(source):
         return False
-    with open_index(source, Access(stream_options=stream_options)) as file:
+    with open_index(source, options) as file:
         return bool(file.index.encrypted)

@@ -7,21 +7,22 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._files.checkpoints import is_checkpoint, reader
+from tensorizer._files.checkpoints import reader
 from tensorizer._files.verify import check_all
 from tensorizer._format.names import listed
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
+from tensorizer._io.model_files import is_checkpoint
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import read_checked
 from tensorizer._io.uri import local_path, scheme_of, signature_place
 from tensorizer._keys import signer_of
 from tensorizer._load.authenticity import MAX_SIGNATURE_NBYTES
 from tensorizer._load.open_file import OpenFile, open_whole
+from tensorizer._progress import ProgressArgument
+from tensorizer._signing import SigningKey
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted
 from tensorizer.errors import StreamExistsError, StreamNotFoundError, is_denied, named
-from tensorizer.progress import ProgressArgument
-from tensorizer.signing import SigningKey
 
 
 def sign(
@@ -72,8 +73,8 @@ def sign(
         True
     """
     signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
-    access = Access.to_read(encryption, stream_options, num_readers, progress)
-    if is_checkpoint(source, stream_options):
+    access = CallOptions.to_read(encryption, stream_options, num_readers, progress)
+    if is_checkpoint(source, access):
         reports = [_sign(file, signer, check, force, access) for file in reader().files_of(source, access)]
         return {
             "source": shown_location(source),
@@ -85,9 +86,8 @@ def sign(
     return _sign(source, signer, check, force, access)
 
 
-def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, access: Access) -> dict[str, Any]:
+def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, access: CallOptions) -> dict[str, Any]:
     target = _target(source)
-    stream_options = access.stream_options
     with open_whole(source, access) as file:
         if file.index.format == "safetensors":
             raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
@@ -100,14 +100,14 @@ def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, access: Acce
                 f"{file.source_name}: {counted(len(records.unbound), 'tensor')} without a SHA-256, so nothing can be "
                 f"signed: {names}"
             )
-        kept = _kept(file, records, target, force, stream_options)
+        kept = _kept(file, records, target, force, access)
         checked = check and file.readable
         if checked:
             check_all(file, access.progress)
         content = named(file.source_name, _C.sign_detached, file.index, records, signer, kept)
         signers = _C.signers_of_detached(file.index, content)
         label = file.source_name
-    with WholeFile(target, stream_options) as out:
+    with WholeFile(target, access) as out:
         out.append(content)
     return {
         "source": label,
@@ -128,11 +128,11 @@ def _target(source: Any) -> Any:
 
 
 def _kept(
-    file: OpenFile, records: _C.SignedRecords, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]
+    file: OpenFile, records: _C.SignedRecords, target: Any, force: bool, options: CallOptions
 ) -> list[tuple[bytes, bytes]]:
     """The signatures at the target that are right for this content, to be kept: pairs of public key and signature."""
     try:
-        content = read_checked(target, stream_options, bytes, MAX_SIGNATURE_NBYTES)
+        content = read_checked(target, options, bytes, MAX_SIGNATURE_NBYTES)
     except OSError as error:
         if not (isinstance(error, StreamNotFoundError) or (is_denied(error) and local_path(target) is None)):
             raise

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
-from tensorizer._files.checkpoints import is_checkpoint, reader
+from tensorizer._files.checkpoints import reader
 from tensorizer._files.copy import open_once
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, name_text
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.call_options import CallOptions, Trust
+from tensorizer._io.model_files import is_checkpoint
 from tensorizer._load.digests import GivenDigest, verification
 from tensorizer._load.open_file import OpenFile
+from tensorizer._progress import ProgressArgument, progress_reporter
+from tensorizer._signing import PublicKeyArgument
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TensorizerError
-from tensorizer.progress import ProgressArgument, progress_reporter
-from tensorizer.signing import PublicKeyArgument
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -139,14 +140,14 @@ def verify(
         >>> tensorizer.verify("model.tensors")
         <VerifyReport: model.tensors: ok: 2 verified>
     """
-    checks = verification(verify, stream_options)
     wanted = None if sha256 is None else sha256.strip().lower()
     if wanted is not None and not _SHA256.match(wanted):
         raise ValueError(f"sha256: expected 64 hexadecimal digits, got {len(wanted)} characters")
     trust = Trust.of(public_key, require_authenticated)
-    access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
+    access = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
+    checks = verification(verify, access)
     begin = time.monotonic()
-    if is_checkpoint(source, stream_options):
+    if is_checkpoint(source, access):
         if wanted is not None:
             raise ValueError(f"sha256: expected one file, got the checkpoint {shown_location(source)}")
         if checks.files is not None:

@@ -23,12 +23,14 @@ from tensorizer._format.names import Path, double_name, name_of, name_text
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
 from tensorizer._io import model_files, shards
-from tensorizer._io.access import Access
-from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
+from tensorizer._io.call_options import CallOptions
+from tensorizer._io.new_files import NewFile, place_of_new_file
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import files_at_once, is_path
 from tensorizer._io.uri import check_is_path, folder_uri, identity_of, scheme_of, split_query
 from tensorizer._load.arguments import as_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
+from tensorizer._progress import progress_reporter
 from tensorizer._save.records import Record
 from tensorizer._save.session import (
     HASH_NAMES,
@@ -41,7 +43,6 @@ from tensorizer._save.session import (
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted, runs
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
-from tensorizer.progress import progress_reporter
 
 FORMATS = ("tensors", "safetensors")
 
@@ -84,7 +85,9 @@ class WriteOptions(NamedTuple):
     writers: Writers = Writers()
 
 
-def write_contents(contents: Contents, target: Any, options: WriteOptions, access: Access) -> tuple[Plan, list[Any]]:
+def write_contents(
+    contents: Contents, target: Any, options: WriteOptions, access: CallOptions
+) -> tuple[Plan, list[Any]]:
     """Writes tensors to one file or several; errors as :func:`tensorizer.convert`.
 
     Returns:
@@ -111,9 +114,9 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     files = names if len(names) == 1 else [*names, model_files.index_name(os.fspath(target))]
     with options.writers.together():
         for file in files:
-            check_target(file, options.force, access.stream_options)
+            check_target(file, options.force, access)
         # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
-        old = [] if options.max_shard_size is None else model_files.other_forms(target, files, access.stream_options)
+        old = [] if options.max_shard_size is None else model_files.other_forms(target, files, access)
         old = [path for path in old if identity_of(path) not in options.reads]
         if old and not options.replaces_forms:
             raise StreamExistsError(
@@ -127,7 +130,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
             _Writing(contents, plan, options, access, hashes, report).write(names, files[-1])
         with options.writers.together():
             if options.writers.rank == 0:
-                remove_files(old, access.stream_options)
+                remove_files(old, access)
     return plan, files
 
 
@@ -185,7 +188,7 @@ class Plan(NamedTuple):
         return [_C.stored_name(path).decode() for path in here]
 
 
-def _plan(contents: Contents, format: str, options: WriteOptions, access: Access) -> Plan:
+def _plan(contents: Contents, format: str, options: WriteOptions, access: CallOptions) -> Plan:
     ties = options.ties
     if ties not in TIES:
         raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
@@ -288,7 +291,13 @@ class _Writing:
     """One file or set of shards on its way."""
 
     def __init__(
-        self, contents: Contents, plan: Plan, options: WriteOptions, access: Access, hashes: frozenset[str], report: Any
+        self,
+        contents: Contents,
+        plan: Plan,
+        options: WriteOptions,
+        access: CallOptions,
+        hashes: frozenset[str],
+        report: Any,
     ) -> None:
         self._contents, self._plan, self._options, self._access = contents, plan, options, access
         self._hashes, self._report = hashes, report
@@ -330,7 +339,7 @@ class _Writing:
             if files and writers.rank == 0:
                 # An encrypted model keeps its metadata and ties in the annexes of its shards.
                 texts = {} if self._plan.format == "tensors" else self._texts()
-                with WholeFile(index, self._access.stream_options) as file:
+                with WholeFile(index, self._access) as file:
                     file.append(shards.index_bytes(files, self._plan.nbytes, texts))
 
     def _write_one(self, target: Any, run: range) -> list[int]:
@@ -357,7 +366,7 @@ class _Writing:
             metadata=plan.metadata if run.start == 0 else None,
             max_workers=self._options.max_workers,
             encryption=self._access.encryption,
-            stream_options=self._access.stream_options,
+            options=self._access,
         ) as session:
             report = self._report
             yield lambda tensors: write_tensors(
@@ -373,7 +382,7 @@ class _Writing:
         records = plan.records[run.start : run.stop]
         names = plan.names[run.start : run.stop]
         header = header_bytes([(name, r.dtype, r.shape) for name, r in zip(names, records)], metadata)
-        with WholeFile(target, self._access.stream_options) as file:
+        with WholeFile(target, self._access) as file:
             file.reserve(len(header) + sum(record.tensor_nbytes for record in records))
             file.append(header)
 
@@ -449,10 +458,10 @@ class _Writing:
         records = self._plan.records[run.start : run.stop]
         decryption = None
         if self._access.encryption is not None:
-            from tensorizer.encryption import DecryptionParams
+            from tensorizer._encryption import DecryptionParams
 
             decryption = DecryptionParams.from_key(self._access.encryption.key)
-        with open_whole(target, Access.to_read(decryption, self._access.stream_options)) as file:
+        with open_whole(target, self._access.reading(decryption)) as file:
             if len(file.stored) != len(records):
                 raise HashMismatchError(
                     f"{file.source_name}: expected {counted(len(records), 'tensor')}, got {len(file.stored)}"

@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.model_files import is_index_name
 from tensorizer._io.shards import MAX_INDEX_NBYTES, FileFacts, Origin, facts_of, parse_index
 from tensorizer._io.sources import open_source, read_checked
@@ -31,7 +32,7 @@ NoteOf = Callable[[Any], Optional[str]]
 
 
 def parse_origin(text: Optional[str]) -> Optional[Origin]:
-    """The content of a note; ``None`` of what is none."""
+    """The content of a note; ``None`` if it is missing or damaged."""
     try:
         origin = {name: FileFacts(*facts) for name, facts in json.loads(text or "null").items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -51,7 +52,7 @@ class FolderOfForms:
         label: The folder, for messages.
         locate: From a name in it to the path or URI.
         note_of: What the ``.tensors`` file or index at a path or URI notes of its origin.
-        stream_options: Keywords for opening URIs.
+        options: For opening URIs.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class FolderOfForms:
         label: str,
         locate: Callable[[str], Any],
         note_of: NoteOf,
-        stream_options: Optional[Mapping[str, Any]] = None,
+        options: CallOptions = PLAIN,
     ) -> None:
-        self.label, self.locate, self.note_of, self.stream_options = label, locate, note_of, stream_options
+        self.label, self.locate, self.note_of, self.options = label, locate, note_of, options
 
     def shards(self, name: str) -> frozenset[str]:
         """The files that an index names; none of a single file, and of an index that is damaged."""
@@ -73,7 +74,7 @@ class FolderOfForms:
             return frozenset(parse_index(shown, text)[0].values())
 
         with contextlib.suppress(FormatError):
-            return read_checked(self.locate(name), self.stream_options, parsed, MAX_INDEX_NBYTES)
+            return read_checked(self.locate(name), self.options, parsed, MAX_INDEX_NBYTES)
         return frozenset()
 
     def origin(self, name: str) -> Optional[Origin]:
@@ -102,7 +103,7 @@ class FolderOfForms:
         if path is not None:
             found = os.stat(path)
             return found.st_size, found.st_mtime_ns
-        with contextlib.closing(open_source(location, self.stream_options)) as opened:
+        with contextlib.closing(open_source(location, self.options)) as opened:
             return opened.source.size(), None
 
     def sha256(self, name: str, made: str) -> str:
@@ -114,7 +115,7 @@ class FolderOfForms:
             made,
             name,
         )
-        return facts_of(self.locate(name), self.stream_options).sha256
+        return facts_of(self.locate(name), self.options).sha256
 
 
 def choose(forms: Sequence[str], folder: FolderOfForms) -> str:

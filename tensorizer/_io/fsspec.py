@@ -30,7 +30,7 @@ from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
 
 if TYPE_CHECKING:
     from tensorizer import _C
-    from tensorizer._io.cache import Cache, CachedFile
+    from tensorizer._io.node_cache import Cache, CachedFile
 
 _CONNECTIONS = 8
 _UNIT_NBYTES = 8 << 20
@@ -105,7 +105,7 @@ def _open_cached(
     cache: Cache, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int
 ) -> Optional[CachedFile]:
     """The file through the cache, as its one ``info()`` says; ``None`` where it is not to be cached."""
-    from tensorizer._io.cache import CachedFile, CachedObject, version_of_info
+    from tensorizer._io.node_cache import CachedFile, CachedObject, version_of_info
 
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     cached = CachedObject(cache, f"{protocol}://{path}")

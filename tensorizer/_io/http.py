@@ -9,14 +9,14 @@ import urllib.parse
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import CAInfo, check_certificates
-from tensorizer._io.options import Headers, HTTPOptions, checked_headers
+from tensorizer._io.http_options import Headers, HTTPOptions, checked_headers
 from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
     from tensorizer import _C
-    from tensorizer._io.cache import CachedObject
+    from tensorizer._io.node_cache import CachedObject
 
 _LAST_POSITION = (1 << 63) - 1  # no object is longer
 _DEFAULT_BUFFER_NBYTES = 16 << 20

@@ -11,11 +11,12 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.sources import open_source
-from tensorizer._io.uri import local_path, scheme_of
+from tensorizer._io.uri import folder_uri, local_path, scheme_of
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import MAY_BE_FORBIDDEN, is_absent, is_denied
 
@@ -119,17 +120,17 @@ def only_pickled(listing: Collection[str]) -> Optional[str]:
     return found[0] if len(found) == 1 else None
 
 
-def exists(location: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
+def exists(location: Any, options: CallOptions = PLAIN) -> bool:
     """Whether something is at a path or URI, as far as the credentials may see: see :func:`absence`."""
     if not isinstance(location, str) or "://" not in location:
         return os.path.lexists(location)
-    error = absence(location, stream_options)
+    error = absence(location, options)
     if error is not None and is_denied(error):
         logger.info("%s is taken for a name that is not there: %s", shown_location(location), MAY_BE_FORBIDDEN)
     return error is None
 
 
-def absence(uri: str, stream_options: Optional[Mapping[str, Any]] = None) -> Optional[OSError]:
+def absence(uri: str, options: CallOptions = PLAIN) -> Optional[OSError]:
     """The error that says that no file is at a URI; ``None`` if one is there.
 
     Status 403 counts as one: stores give it to those who may read files and not list them, for every name that is not
@@ -139,7 +140,7 @@ def absence(uri: str, stream_options: Optional[Mapping[str, Any]] = None) -> Opt
         OSError: The store did not answer, or rejected the credentials.
     """
     try:
-        open_source(uri, stream_options).close()
+        open_source(uri, options).close()
     except OSError as error:
         if not is_absent(error):
             raise
@@ -168,17 +169,30 @@ def answers_together(place: str) -> bool:
 
 @contextlib.contextmanager
 def asking(count: int) -> Iterator[Callable[..., Future[Any]]]:
-    """Calls functions on threads that know what :func:`sharing` shares; after an error, none is begun."""
-    import contextvars  # these are not for local files
-    from concurrent.futures import ThreadPoolExecutor
+    """Calls functions on threads; after an error, none is begun."""
+    from concurrent.futures import ThreadPoolExecutor  # not for local files
 
     with ThreadPoolExecutor(min(count, _ASKED_TOGETHER), "tensorizer-open") as pool:
         try:
-            # Contexts are for one thread each.
-            yield lambda function, name: pool.submit(contextvars.copy_context().run, function, name)
+            yield pool.submit
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+_MARKERS = (".metadata", "__0.metadata")  # of all ranks; of the first one that saved without the others
+
+
+def is_checkpoint(source: Any, options: CallOptions = PLAIN) -> bool:
+    """Whether a local path or an ``s3://`` prefix is a folder of ``torch.distributed.checkpoint``, with its marker."""
+    if not isinstance(source, (str, os.PathLike)):
+        return False
+    path = local_path(source)
+    if path is not None:
+        return any(os.path.isfile(os.path.join(path, name)) for name in _MARKERS)
+    if scheme_of(source) != "s3" or not may_be_folder(os.fspath(source)):
+        return False
+    return any(exists(f"{folder_uri(os.fspath(source))}/{name}", options) for name in _MARKERS)
 
 
 # --- their names ------------------------------------------------------------------------------------------------------
@@ -258,13 +272,13 @@ def names_of_model(name: str, among: Iterable[str]) -> list[str]:
 # --- what lies beside a model that is written ------------------------------------------------------------------------
 
 
-def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
+def other_forms(target: Any, files: Sequence[Any], options: CallOptions = PLAIN) -> list[str]:
     """Files that readers of the same model could take instead of those that are written.
 
     Args:
         target: The name of the model: of its single file.
         files: What is written under this name; the index among it where there are several.
-        stream_options: Keywords for opening a URI.
+        options: For opening a URI.
 
     Returns:
         Of a local folder all files of the model but `files`. Of a store, which need not let itself be listed, the one
@@ -278,7 +292,7 @@ def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapp
             return []
         uri = os.fspath(target)
         other = index_name(uri) if len(files) == 1 else uri
-        return [other] if exists(other, stream_options) else []
+        return [other] if exists(other, options) else []
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(folder):
         return []
@@ -287,7 +301,7 @@ def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapp
     return [os.path.join(folder, other) for other in of_model if other not in written]
 
 
-def other_format_beside(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
+def other_format_beside(target: Any, options: CallOptions = PLAIN) -> list[str]:
     """Names of files and indexes that hold, in the folder of a file, the same model in the other format."""
     path = local_path(target)
     folder, name = os.path.split(os.fspath(target) if path is None else os.path.abspath(path))
@@ -296,4 +310,4 @@ def other_format_beside(target: Any, stream_options: Optional[Mapping[str, Any]]
         names = os.listdir(folder) if os.path.isdir(folder) else []
         return sorted(other for other in names if ending in other and form_stem(other) == form_stem(name))
     single = f"{form_stem(name)}{ending}"
-    return [other for other in (single, index_name(single)) if exists(f"{folder}/{other}", stream_options)]
+    return [other for other in (single, index_name(single)) if exists(f"{folder}/{other}", options)]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union, cast
 
 from tensorizer import _C
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.model_files import (
     answers_together,
     asking,
@@ -92,12 +93,12 @@ Found = TypeVar("Found")
 Choose = Callable[[str, Sequence[str], Callable[[str], Any]], str]
 
 
-def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choose: Choose) -> OpenedFiles:
+def open_files(file_obj: Any, options: CallOptions, choose: Choose) -> OpenedFiles:
     """Opens what ``TensorDeserializer`` was given: one file, or the shards that a folder or an index stands for.
 
     Args:
         file_obj: The file, folder or index.
-        stream_options: Keywords for opening URIs.
+        options: For opening URIs.
         choose: Asked where a folder has several sets of weights.
 
     Raises:
@@ -106,14 +107,11 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]], choos
         ValueError, TypeError: As :func:`tensorizer._io.sources.open_source`.
     """
     if is_one_file(file_obj):
-        return open_source(file_obj, stream_options)
-    folder = _ModelFolder.of(file_obj, stream_options)
+        return open_source(file_obj, options)
+    folder = _ModelFolder.of(file_obj, options)
     if folder is None:
-        return open_source(file_obj, stream_options)
-    from tensorizer._io.shared import sharing
-
-    with sharing():
-        return folder.open(choose)
+        return open_source(file_obj, options)
+    return folder.open(choose)
 
 
 class _ModelFolder(NamedTuple):
@@ -122,7 +120,7 @@ class _ModelFolder(NamedTuple):
     folder: str
     name: Optional[str]
     remote: bool
-    stream_options: Optional[Mapping[str, Any]]
+    options: CallOptions
     asked_for: Any  # as given, to be opened as a file after all
 
     def __repr__(self) -> str:
@@ -130,25 +128,26 @@ class _ModelFolder(NamedTuple):
         return f"_ModelFolder({shown_location(self.folder)!r}, {self.name!r})"
 
     @classmethod
-    def of(cls, file_obj: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[_ModelFolder]:
+    def of(cls, file_obj: Any, options: CallOptions) -> Optional[_ModelFolder]:
         """``None`` for what can only be a single file."""
         scheme = scheme_of(file_obj)
         path = local_path(file_obj)
         if path is not None:
             if os.path.isdir(path):
-                return cls(path, None, False, stream_options, file_obj)
+                return cls(path, None, False, options, file_obj)
             folder, name = os.path.split(path)
-            return cls(folder, name, False, stream_options, file_obj) if is_index_name(name) else None
+            is_index = name.endswith(".json") and is_index_name(name)  # benchmarks.walks
+            return cls(folder, name, False, options, file_obj) if is_index else None
         bare, behind = split_query(file_obj)
         if re.match(_HUB_MODEL, bare):
-            return cls(bare.rstrip("/"), None, True, stream_options, f"{bare.rstrip('/')}/")
+            return cls(bare.rstrip("/"), None, True, options, f"{bare.rstrip('/')}/")
         folder, _, name = bare.rpartition("/")
         if is_index_name(name):
-            return cls(folder, name, True, stream_options, file_obj)
+            return cls(folder, name, True, options, file_obj)
         is_bucket = scheme == "s3" and not bare.endswith("/") and not split_uri(bare).path
         if scheme not in _NO_PREFIX_SCHEMES and not behind and (is_bucket or may_be_folder(name)):
-            # A name with another extension, or none, may be a file's; what ends with a slash is none.
-            return cls(folder_uri(bare), None, True, stream_options, f"{bare}/" if is_bucket else file_obj)
+            # A name without such an ending may be a file's; a slash at its end says that it is a folder's.
+            return cls(folder_uri(bare), None, True, options, f"{bare}/" if is_bucket else file_obj)
         return None
 
     def open(self, choose: Choose) -> OpenedFiles:
@@ -177,7 +176,7 @@ class _ModelFolder(NamedTuple):
         first: Optional[OSError] = None
         if not self.asked_for.endswith("/"):
             try:
-                return open_source(self.asked_for, self.stream_options)
+                return open_source(self.asked_for, self.options)
             except OSError as error:
                 if not (is_absent(error) or isinstance(error, StreamIsADirectoryError)):  # fsspec may have folders
                     raise
@@ -253,7 +252,7 @@ class _ModelFolder(NamedTuple):
         return f"{self.folder}/{quoted}"
 
     def open_file(self, name: str) -> OpenedSource:
-        return open_source(self.join(name), self.stream_options)
+        return open_source(self.join(name), self.options)
 
     def open_shards(self, name: str) -> OpenedShards:
         """The shards of an index."""
@@ -270,7 +269,7 @@ class _ModelFolder(NamedTuple):
             return weight_map, metadata
 
         where = self.asked_for if name == self.name else self.join(name)  # with its query
-        weight_map, metadata = read_checked(where, self.stream_options, parsed, MAX_INDEX_NBYTES)
+        weight_map, metadata = read_checked(where, self.options, parsed, MAX_INDEX_NBYTES)
         return OpenedShards(shown, weight_map, metadata, {}, where)
 
     def _open_files_of(self, shards: OpenedShards) -> OpenedShards:
@@ -361,7 +360,7 @@ def parse_index(name: str, text: bytes) -> tuple[dict[str, str], dict[str, str]]
     """The ``weight_map`` and the metadata of an index, with its name in errors.
 
     Raises:
-        FormatError: It is none.
+        FormatError: It is damaged.
     """
     try:
         return cast("tuple[dict[str, str], dict[str, str]]", named(name, _C.parse_shard_index, text))
@@ -404,20 +403,18 @@ def origin_text(origin: Origin) -> str:
     return json.dumps(origin, separators=(",", ":"), ensure_ascii=False)
 
 
-def facts_of(
-    location: Any, stream_options: Optional[Mapping[str, Any]] = None, source: Optional[_C.RangeSource] = None
-) -> FileFacts:
+def facts_of(location: Any, options: CallOptions = PLAIN, source: Optional[_C.RangeSource] = None) -> FileFacts:
     """Reads all of a file.
 
     Args:
         location: Its path or URI.
-        stream_options: Keywords for opening a URI.
+        options: For opening a URI.
         source: The file, if it is open: what is at `location` by now may be another one, whose time then differs.
     """
     mtime_ns = _mtime_ns(location)
     with contextlib.ExitStack() as stack:
         if source is None:
-            source = stack.enter_context(contextlib.closing(open_source(location, stream_options))).source
+            source = stack.enter_context(contextlib.closing(open_source(location, options))).source
         digest = _C.sha256_of(source).hex()
         return FileFacts(source.size() or 0, mtime_ns, digest)
 

@@ -1,21 +1,19 @@
-"""From what callers pass as ``file_obj`` to the extension's source, and who closes what."""
+"""From what callers pass as ``file_obj`` to the extension's source, and what closes it."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import functools
-import inspect
 import io
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union
 
 from tensorizer import _C
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
@@ -82,7 +80,7 @@ class OpenedSource(NamedTuple):
     stream: Any  # the caller's object, or the stream opened for a URI; None for local paths
     close: Callable[[], None]
     location: Any = None  # the path or URI it was opened by, and the options for that
-    stream_options: Optional[Mapping[str, Any]] = None
+    options: CallOptions = PLAIN
 
     def __repr__(self) -> str:
         """Without the options, which may hold passwords."""
@@ -131,7 +129,7 @@ def begins_as_tensors(head: bytes) -> bool:
 
 def read_checked(
     location: Any,
-    stream_options: Optional[Mapping[str, Any]],
+    options: CallOptions,
     check: Callable[[bytes], Read],
     most_nbytes: Optional[int] = None,
 ) -> Read:
@@ -141,7 +139,7 @@ def read_checked(
         FormatError: The file has more than `most_nbytes`, or does not say how many. Besides, what `check` raises.
         OSError: It cannot be read; :class:`StreamNotFoundError` where there is none.
     """
-    with contextlib.closing(open_source(location, stream_options)) as opened:
+    with contextlib.closing(open_source(location, options)) as opened:
         nbytes = opened.source.size()
         if most_nbytes is not None and (nbytes is None or nbytes > most_nbytes):
             raise FormatError(f"{opened.name}: expected at most {most_nbytes} bytes, got {nbytes}")
@@ -157,7 +155,7 @@ def json_content(name: str, text: bytes, kind: type = dict) -> Any:
     """What a small file of JSON holds, a `kind`.
 
     Raises:
-        ValueError: It is no JSON, or of another kind.
+        ValueError: It is not JSON, or holds another kind.
     """
     try:
         content = json.loads(text)
@@ -183,15 +181,14 @@ def _read_whole(source: _C.RangeSource) -> bytes:
     return bytes(content)
 
 
-def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:
+def open_source(file_obj: Any, options: CallOptions = PLAIN) -> OpenedSource:
     """Opens what ``TensorDeserializer`` was given.
 
     Raises:
         OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
         ValueError: A text file, or one opened without reading.
-        TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
+        TypeError: Not something that can be read, or text in a wrapper.
     """
-    check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
         _check_object(file_obj.file)
         opened = _source_of(file_obj.file)
@@ -201,16 +198,16 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
     if not is_path(file_obj):
         return _open_object(file_obj)
     if scheme_of(file_obj) is not None:
-        from tensorizer import stream_io
+        from tensorizer._io.openers import open_stream
 
-        stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
+        stream = open_stream(file_obj, "rb", options)
         opened = _open_object(stream)
 
         def close() -> None:
             opened.close()
             opened.source.close()  # nobody else reads from it: its descriptors need not wait for this object
 
-        return opened._replace(close=close, location=file_obj, stream_options=stream_options)
+        return opened._replace(close=close, location=file_obj, options=options)
     try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
@@ -373,14 +370,14 @@ def reopener(opened: Any) -> Optional[Callable[[], OpenedSource]]:
     """
     if not isinstance(opened, OpenedSource) or opened.location is None:
         return None
-    location, stream_options = opened.location, opened.stream_options
+    location, options = opened.location, opened.options
     try:
         version = version_of(opened)
     except OSError:  # it is gone already, and only who has it open has it still
         return None
 
     def reopen() -> OpenedSource:
-        found = open_source(location, stream_options)
+        found = open_source(location, options)
         if version_of(found) != version:
             found.close()
             raise StreamError(f"{found.name}: it changed since it was loaded: load it again")
@@ -399,38 +396,3 @@ def version_of(opened: OpenedSource) -> tuple[Any, ...]:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}
     return opened.source.size(), headers.get("etag"), headers.get("last-modified")
-
-
-# --- keywords for opening URIs --------------------------------------------------------------------------------------
-
-
-def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
-    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
-
-    Raises:
-        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
-    """
-    if options is None:
-        return
-    if not isinstance(options, Mapping):
-        raise TypeError(f"stream_options: expected a mapping of keywords, got {type(options).__name__}")
-    if not options:
-        return
-    from tensorizer import stream_io
-
-    parameters = inspect.signature(stream_io.open_stream).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # a program has put a function of its own there
-    known = [name for name in parameters if name not in ("path_uri", "mode")]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
-
-
-def _instead_of(name: str, known: list[str]) -> str:
-    from tensorizer._io.options import HTTPOptions
-
-    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
-        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"

@@ -93,7 +93,7 @@ def folder_uri(uri: str) -> str:
 class SplitURI(NamedTuple):
     """The parts of ``scheme://authority/path?query``, with their characters as they were."""
 
-    scheme: str  # in lower case; empty where there is none
+    scheme: str  # in lower case; empty for a path
     authority: str
     path: str  # without the slash behind the authority
     query: str

@@ -41,7 +41,7 @@ class WindowedReader(io.BufferedIOBase):
             raise StreamError(f"{self!r} is closed")
 
     def _limit(self) -> Optional[int]:
-        """Where the stream ends; ``None`` while nobody knows."""
+        """Where the stream ends; ``None`` while that is unknown."""
         raise NotImplementedError
 
     def _knows_size(self) -> bool:
@@ -257,7 +257,7 @@ class WindowedReader(io.BufferedIOBase):
         return bytes(memoryview(buffer)[:got])
 
     def _read_pieces(self, nbytes: Optional[int]) -> bytes:
-        """Up to ``nbytes`` (all for ``None``) of an object whose size nobody knows, in memory for what is there."""
+        """Up to ``nbytes`` (all for ``None``) of an object of unknown size, in memory for what is there."""
         pieces = []
         left = sys.maxsize if nbytes is None else nbytes
         while left > 0:

@@ -10,7 +10,7 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
-from tensorizer._system.devices import as_device
+from tensorizer._system.devices import as_device, get_device
 
 _Device = Union[torch.device, str, int]
 #: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
@@ -86,8 +86,6 @@ def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
 def one_device(device: Optional[_Device]) -> torch.device:
     """One device; ``None`` is CUDA where there is any. Raises as :func:`target_device`."""
     if device is None:
-        from tensorizer.utils import get_device
-
         return get_device()
     resolved = _parsed(device)
     if resolved.type == "cuda" and not torch.cuda.is_available():

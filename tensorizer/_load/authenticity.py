@@ -6,7 +6,7 @@ import logging
 from typing import Optional
 
 from tensorizer import _C
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.sources import OpenedSource, read_checked
 from tensorizer._io.uri import signature_place
 from tensorizer._system.redaction import shown_location
@@ -17,7 +17,7 @@ logger = logging.getLogger("tensorizer.serialization")
 MAX_SIGNATURE_NBYTES = 100_000_000
 
 
-def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], access: Access) -> None:
+def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], access: CallOptions) -> None:
     """Checks the index of an opened file; its record headers are held against it from then on, as they are read.
 
     Raises:
@@ -60,7 +60,7 @@ def _why_not(index: _C.Index, has_key: bool) -> str:
     return "not authenticated: nothing was given that authenticates it (public_key=, or the key of an encrypted file)"
 
 
-def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> None:
+def _check_signatures(opened: OpenedSource, index: _C.Index, access: CallOptions) -> None:
     """Looks in the file, then for the one of its name with ``.sig`` behind it, which is opened as the file was."""
     wanted = list(access.trust.public_keys)
     embedded: Optional[bool] = named(opened.name, _C.check_signatures, index, wanted)
@@ -80,7 +80,7 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> 
     denied = ""
     if place is not None:
         try:
-            return read_checked(place, opened.stream_options, check, MAX_SIGNATURE_NBYTES)
+            return read_checked(place, opened.options, check, MAX_SIGNATURE_NBYTES)
         except OSError as error:
             if not is_absent(error):
                 raise

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 from tensorizer import _C
 from tensorizer._format.foreign import tell_foreign
 from tensorizer._io import hub_cache
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.sources import OpenedSource, is_path, json_content, read_checked
 from tensorizer._io.uri import split_query
 from tensorizer._system.redaction import shown_location
@@ -74,7 +75,7 @@ class Verification(NamedTuple):
 AUTO = Verification(where_stored=True)
 
 
-def verification(verify: Any, stream_options: Optional[Mapping[str, Any]] = None) -> Verification:
+def verification(verify: Any, options: CallOptions = PLAIN) -> Verification:
     """What an argument ``verify=`` means; a list or a signature is read now.
 
     Raises:
@@ -91,7 +92,7 @@ def verification(verify: Any, stream_options: Optional[Mapping[str, Any]] = None
     if isinstance(verify, str) and verify == "hub":
         return Verification(files=_OfTheHub())
     if isinstance(verify, (str, os.PathLike)):
-        return Verification(files=read_digests(verify, stream_options))
+        return Verification(files=read_digests(verify, options))
     raise TypeError(
         "verify: expected 'auto', 'hub', the path or URI of a SHA256SUMS file or of a model's signature, True or "
         f"False, got {type(verify).__name__}"
@@ -119,7 +120,7 @@ class ListedDigests:
         return found
 
 
-def read_digests(location: Any, stream_options: Optional[Mapping[str, Any]] = None) -> ListedDigests:
+def read_digests(location: Any, options: CallOptions = PLAIN) -> ListedDigests:
     """Reads a ``SHA256SUMS`` file, or the digests in a signature of a model (a sigstore bundle, or its envelope)."""
     shown = str(shown_location(location))
 
@@ -128,7 +129,7 @@ def read_digests(location: Any, stream_options: Optional[Mapping[str, Any]] = No
             return parse_model_signature(shown, content)
         return parse_sha256sums(shown, content)
 
-    return ListedDigests(shown, read_checked(location, stream_options, parsed, _LIST_NBYTES))
+    return ListedDigests(shown, read_checked(location, options, parsed, _LIST_NBYTES))
 
 
 def parse_sha256sums(shown: str, content: bytes) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Filling a module from a file, as :mod:`.fit` decided; comparing one with the digests of a file."""
+"""Filling a module from a file, as :mod:`.compare` decided; comparing one with the digests of a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
 from tensorizer._format.names import Name, double_name, listed
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide, is_dtensor, shown, unfit_in_place
+from tensorizer._load.compare import ModuleView, Slot, decide, is_dtensor, shown, unfit_in_place
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit, misplaced
@@ -29,7 +29,7 @@ logger = logging.getLogger("tensorizer.serialization")
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
-class Filling(NamedTuple):
+class FillOptions(NamedTuple):
     """What the ways of filling a module differ in."""
 
     assign: Union[bool, str] = True
@@ -47,7 +47,7 @@ class Filling(NamedTuple):
     """Whether a warning names parameters that stay as they were; without, the report does alone."""
 
 
-class ModuleFill:
+class Fill:
     """One load into a module: decided as a whole when this is made, then read, then placed.
 
     Attributes:
@@ -61,7 +61,7 @@ class ModuleFill:
         view: ModuleView,
         file: OpenFile,
         stored: Mapping[str, int],
-        how: Filling,
+        how: FillOptions,
         strict: bool,
         filter_func: Optional[FilterFuncType] = None,
         prefix: str = "",
@@ -119,7 +119,7 @@ class ModuleFill:
         in_file = set(self._file.names)
 
         def expects(name: str) -> bool:
-            of_root = not prefix and "." not in name and name not in self._view.takers
+            of_root = not prefix and "." not in name and name not in self._view.extra_state_modules
             stored_name = f".{name}" if of_root else prefix + name
             return stored_name not in in_file and (not self._strict or bool(filter_func(stored_name)))
 
@@ -250,8 +250,8 @@ class ModuleFill:
         """Puts tensors in their places, and gives modules their extra states."""
         self._place(tensors, self._groups)
         for name, state in self._states.items():
-            if name in self._view.takers:
-                self._view.takers[name].set_extra_state(state)
+            if name in self._view.extra_state_modules:
+                self._view.extra_state_modules[name].set_extra_state(state)
 
     def _place(self, tensors: Mapping[str, torch.Tensor], groups: Iterable[list[str]]) -> None:
         shared: list[tuple[list[str], torch.Tensor]] = []
@@ -295,13 +295,14 @@ class ModuleFill:
 
     def _hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hands a state dict to the model, which decides what becomes of it."""
-        slots, takers, assign = self._slots, self._view.takers, self._assign is True
+        slots, extra_state_modules, assign = self._slots, self._view.extra_state_modules, self._assign is True
         # Buffers that state dicts leave out are no business of load_state_dict.
         hidden = {n: t for n, t in tensors.items() if n in slots and not slots[n].in_state_dict}
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if name not in hidden}
         given = self._view.states_given(self._states, self._stored)
         # As with the state dict of such a model: what is None there is handed back.
-        state.update({n: None for n, module in takers.items() if n not in given and is_without_state(module)})
+        empty = [name for name, module in extra_state_modules.items() if is_without_state(module)]
+        state.update({name: None for name in empty if name not in given})
         state.update(self._states)
         state.update({name: state[other] for name, other in given.items() if other != name})
         left = {row.name for row in self.report.mismatched}
@@ -328,7 +329,7 @@ class ModuleFill:
         groups = [group for group in self._groups if not hidden.keys().isdisjoint(group)]
         self._place(hidden, groups)
         missing, unexpected = (tuple(getattr(result, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
-        loaded = tuple(name for name in tensors if name not in unexpected and name not in takers)
+        loaded = tuple(name for name in tensors if name not in unexpected and name not in extra_state_modules)
         self.report = dataclasses.replace(
             self.report,
             loaded=loaded,
@@ -364,9 +365,9 @@ class ModuleFill:
 
     def _unfilled(self) -> str:
         """What to say if parameters of the module, or all of it, stay as they were; nothing if none do."""
-        report, slots, takers = self.report, self._view.slots, self._view.takers
+        report, slots, extra_state_modules = self.report, self._view.slots, self._view.extra_state_modules
         lacking = [name for name in report.missing if name in slots]
-        if report.loaded or not takers.keys().isdisjoint((*self._states, *self._stored)):
+        if report.loaded or not extra_state_modules.keys().isdisjoint((*self._states, *self._stored)):
             lacking = [name for name in lacking if self._expects is None and not slots[name].is_buffer]
             if not lacking:
                 return ""

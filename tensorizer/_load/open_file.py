@@ -24,7 +24,7 @@ from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, Te
 from tensorizer._format.names import Key, Name, Path, double_name, listed, path_of
 from tensorizer._format.payloads import check_memory, contiguous, same_bits
 from tensorizer._format.tree import Node, branch, build_tree
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.shards import OpenedFiles, OpenedShards
 from tensorizer._load.arguments import as_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex
@@ -39,11 +39,11 @@ from tensorizer._load.reader import (
     open_reader,
     tensor_error,
 )
+from tensorizer._progress import progress_reporter
 from tensorizer._system import perf
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import counted, runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
-from tensorizer.progress import progress_reporter
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -88,7 +88,7 @@ class OpenFile(OpenIndex):
         self,
         opened: OpenedFiles,
         readers: list[FileReader],
-        access: Access,
+        access: CallOptions,
         options: ReadOptions,
         filter_func: Optional[FilterFuncType],
     ) -> None:
@@ -591,7 +591,7 @@ def _expect(parts: Sequence[FilePart]) -> None:
 
 def open_file(
     source: Any,
-    access: Access,
+    access: CallOptions,
     options: ReadOptions = AS_STORED,
     filter_func: Optional[FilterFuncType] = None,
 ) -> OpenFile:
@@ -610,7 +610,7 @@ def open_file(
 
 def file_of(
     opened: OpenedFiles,
-    access: Access,
+    access: CallOptions,
     options: ReadOptions = AS_STORED,
     filter_func: Optional[FilterFuncType] = None,
 ) -> OpenFile:
@@ -640,7 +640,7 @@ def file_of(
     return file
 
 
-def open_whole(source: Any, access: Access) -> OpenFile:
+def open_whole(source: Any, access: CallOptions) -> OpenFile:
     """Opens a file for work on the whole of it; without its key, the index can be read all the same.
 
     Reads verify where they say so, and take tensors without a digest.
@@ -648,7 +648,7 @@ def open_whole(source: Any, access: Access) -> OpenFile:
     return open_file(source, access, WHOLE)
 
 
-def _of_each(access: Access, files: int) -> Access:
+def _of_each(access: CallOptions, files: int) -> CallOptions:
     """How each of several files is read, some of them at once: the bound for threads holds for all of them."""
     if not access.max_workers:
         return access

@@ -19,7 +19,7 @@ from tensorizer._format.dtype_names import dtype_text, lacks_name
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
 from tensorizer._io import shards
-from tensorizer._io.access import NOBODY, Access
+from tensorizer._io.call_options import NOBODY, CallOptions
 from tensorizer._io.shards import ORIGIN_KEY, Choose, OpenedFiles, OpenedShards
 from tensorizer._io.sources import OpenedSource, is_one_file, open_source
 from tensorizer._keys import key_ring
@@ -55,7 +55,7 @@ class IndexReader:
         names: Of all entries.
     """
 
-    def __init__(self, opened: OpenedSource, access: Access) -> None:
+    def __init__(self, opened: OpenedSource, access: CallOptions) -> None:
         self._opened = opened
         self.index, self._keys = read_index(opened, access, without_key=True)
         self.names: list[Name] = self.index.names()
@@ -110,7 +110,7 @@ class OpenIndex(AbstractContextManager[Any]):
         access: How it was opened.
     """
 
-    def __init__(self, opened: OpenedFiles, readers: Sequence[Any], access: Access) -> None:
+    def __init__(self, opened: OpenedFiles, readers: Sequence[Any], access: CallOptions) -> None:
         shards = opened if isinstance(opened, OpenedShards) else None
         self.readers, self.access = readers, access
         self.opened, self.source_name, self.stream = opened, opened.name, opened.stream
@@ -301,14 +301,14 @@ class OpenIndex(AbstractContextManager[Any]):
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
-def open_files(source: Any, access: Access) -> OpenedFiles:
+def open_files(source: Any, access: CallOptions) -> OpenedFiles:
     """Opens one file, or the shards that a folder or an index stands for; nothing is read of a file."""
     if is_one_file(source):  # which needs nothing of folders (benchmarks.walks)
-        return open_source(source, access.stream_options)
-    return shards.open_files(source, access.stream_options, _chooser(access))
+        return open_source(source, access)
+    return shards.open_files(source, access, _chooser(access))
 
 
-def open_index(source: Any, access: Access) -> OpenIndex:
+def open_index(source: Any, access: CallOptions) -> OpenIndex:
     """Opens the index of one file, or of the shards that a folder or an index stands for; without its key, too.
 
     Raises:
@@ -324,7 +324,7 @@ def open_index(source: Any, access: Access) -> OpenIndex:
         raise
 
 
-def read_index(opened: OpenedSource, access: Access, without_key: bool) -> tuple[_C.Index, Optional[_C.KeyRing]]:
+def read_index(opened: OpenedSource, access: CallOptions, without_key: bool) -> tuple[_C.Index, Optional[_C.KeyRing]]:
     """The index of an opened file, of which what vouches for it was checked, and the key of its tensors, if given.
 
     Raises:
@@ -364,19 +364,19 @@ def _say_what_it_is(error: FormatError, opened: OpenedSource) -> None:
         tell_foreign(error, bytes(head[:nbytes]))
 
 
-def _chooser(access: Access) -> Choose:
+def _chooser(access: CallOptions) -> Choose:
     """What tells for :func:`tensorizer._io.shards.open_files` which of several sets of weights is read."""
 
     def choose(label: str, names: Sequence[str], locate: Callable[[str], Any]) -> str:
         from tensorizer._io import forms  # for few folders
 
-        folder = forms.FolderOfForms(label, locate, functools.partial(note_of, access), access.stream_options)
+        folder = forms.FolderOfForms(label, locate, functools.partial(note_of, access), access)
         return forms.choose(names, folder)
 
     return choose
 
 
-def note_of(access: Access, source: Any) -> Optional[str]:
+def note_of(access: CallOptions, source: Any) -> Optional[str]:
     """What a file or index notes of its origin; ``None`` where that is nothing, or encrypted and there is no key."""
-    with open_index(source, Access(access.encryption, access.stream_options)) as file:
+    with open_index(source, access._replace(trust=NOBODY)) as file:
         return file.made_from

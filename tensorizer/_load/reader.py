@@ -21,7 +21,7 @@ from tensorizer._format import dtypes
 from tensorizer._format.dtypes import casts, known_dtype
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, listed, name_text
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.digests import Verification, check_digest, name_of
@@ -439,7 +439,7 @@ class FileReader:
 
 def open_reader(
     opened: OpenedSource,
-    access: Access,
+    access: CallOptions,
     options: ReadOptions,
     filter_func: Optional[FilterFuncType] = None,
     name: Optional[str] = None,

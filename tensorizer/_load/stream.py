@@ -22,10 +22,10 @@ import torch
 from tensorizer import _C
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import FileReader, PendingBatch
+from tensorizer._progress import progress_reporter
 from tensorizer._system import cgroup
 from tensorizer._system.cuda_engine import on_current_streams
 from tensorizer._system.sizes import parse_size, runs
-from tensorizer.progress import progress_reporter
 
 _SHARE_OF_MEMORY = 10
 _LEAST_MEMORY_NBYTES = 1 << 30

@@ -10,6 +10,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.payloads import contiguous, is_copied
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.sinks import open_sink
 from tensorizer._keys import check_encryption, encryption_key
 from tensorizer._save.records import Record, Tie
@@ -109,7 +110,7 @@ def tensors_file(
     metadata: Optional[Mapping[str, str]] = None,
     max_workers: int = 0,
     fsync: bool = True,
-    stream_options: Optional[Mapping[str, Any]] = None,
+    options: CallOptions = PLAIN,
     signer: Optional[_C.Signer] = None,
     binds_records: bool = False,
 ) -> Iterator[_C.SaveSession]:
@@ -127,7 +128,7 @@ def tensors_file(
     if encryption is not None:
         check_encryption(encryption)
         key, derivation = encryption_key(encryption)
-    opened = open_sink(target, fsync, stream_options)
+    opened = open_sink(target, fsync, options)
     give_up = [opened.discard]
     try:
         session = _C.SaveSession(

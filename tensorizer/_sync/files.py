@@ -10,7 +10,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.names import name_text
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.open_index import open_index
 from tensorizer._load.reader import ReadOptions, file_error, tensor_error
@@ -106,13 +106,13 @@ def write_file(
         hashes=hashes,
         encryption=encryption,
         metadata=file.metadata,
-        stream_options=store.write_options,
+        options=store.write_options,
         signer=signer,
         binds_records=True,
     )
     session: Optional[_C.SaveSession] = None
     try:
-        with store.sharing(), opened as session:
+        with opened as session:
             session.write_payloads(list(file.payloads))
         digest = session.index_digest
     except OSError as error:
@@ -132,7 +132,7 @@ def write_file(
 
 def _written(name: str, store: Store) -> Written:
     """What lies under a name."""
-    with store.sharing(), open_index(store.place_of(name), Access(stream_options=store.read_options)) as file:
+    with open_index(store.place_of(name), store.read_options) as file:
         return Written(file.readers[0].nbytes, str(file.index_digest))
 
 
@@ -145,7 +145,7 @@ def user_metadata(file: OpenFile) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def checked_file(name: str, version: int, pointer: Pointer, store: Store, access: Access) -> Iterator[OpenFile]:
+def checked_file(name: str, version: int, pointer: Pointer, store: Store, access: CallOptions) -> Iterator[OpenFile]:
     """Opens the file that a pointer names, of which index, record headers and metadata are those that it tells.
 
     Raises:
@@ -153,9 +153,7 @@ def checked_file(name: str, version: int, pointer: Pointer, store: Store, access
         FormatError: It is of another run or version, or says nothing of its record headers.
         OSError, CryptographyError: As ``TensorDeserializer``.
     """
-    with store.sharing():
-        file = open_file(store.place_of(name), access, ReadOptions(verify_hash=True))
-    with file:
+    with open_file(store.place_of(name), access, ReadOptions(verify_hash=True)) as file:
         found, expected = file.index_digest, pointer.index_digest[name]
         if found != expected:
             error = HashMismatchError(
@@ -200,7 +198,7 @@ class ReadDelta(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def read_delta(version: int, base: int, form: Form, pointer: Pointer, store: Store, access: Access) -> ReadDelta:
+def read_delta(version: int, base: int, form: Form, pointer: Pointer, store: Store, access: CallOptions) -> ReadDelta:
     """Reads and checks every byte of a delta.
 
     Raises:
@@ -307,7 +305,7 @@ def _one(name: str, parts: Sequence[Pair], form: Form) -> Pair:
     return Pair(checked, delta)
 
 
-def read_anchor_form(version: int, pointer: Pointer, store: Store, access: Access) -> tuple[Form, dict[str, str]]:
+def read_anchor_form(version: int, pointer: Pointer, store: Store, access: CallOptions) -> tuple[Form, dict[str, str]]:
     """The form of the tensors of an anchor, and the publisher's metadata; no tensor is read."""
     with checked_file(anchor_name(version), version, pointer, store, access) as file:
         return form_of_anchor(file), user_metadata(file)

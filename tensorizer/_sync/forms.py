@@ -10,7 +10,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.payloads import stored_dtype
-from tensorizer._load.fit import ModuleView
+from tensorizer._load.compare import ModuleView
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import Record, ties_of
 from tensorizer._save.session import memory_of

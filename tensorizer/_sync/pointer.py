@@ -120,7 +120,7 @@ def read_pointer(name: str, content: bytes) -> Pointer:
     """Parses ``latest.json``.
 
     Raises:
-        FormatError: It is none, or contradicts itself.
+        FormatError: It is damaged, or contradicts itself.
     """
     try:
         values = json_content(name, content)

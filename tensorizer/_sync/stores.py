@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.shared import Shared, sharing
-from tensorizer._io.sinks import NewFile
-from tensorizer._io.sources import check_stream_options
+from tensorizer._io.new_files import NewFile
 from tensorizer._io.uri import folder_uri, local_path, scheme_of
 from tensorizer._sync.pointer import POINTER_NAME, version_of
 from tensorizer._system.redaction import shown_uri
@@ -50,15 +50,11 @@ class Store:
         """The path or URI of a file."""
         raise NotImplementedError
 
-    def sharing(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it files are opened with what this place keeps for them."""
-        return contextlib.nullcontext()
-
     # ---- of places that can be written ------------------------------------------------------------------------------
 
-    #: Keywords for opening files, and for those that are written.
-    read_options: Optional[Mapping[str, Any]] = None
-    write_options: Optional[Mapping[str, Any]] = None
+    #: For opening files, and for those that are written; they share what this place keeps for them.
+    read_options: CallOptions = PLAIN
+    write_options: CallOptions = PLAIN
 
     def lock(self) -> None:
         """Makes sure that no other publisher writes here, where the place can.
@@ -103,7 +99,7 @@ def open_store(location: Any, stream_options: Optional[Mapping[str, Any]], *, wr
         TypeError: No path and no URI; unknown `stream_options`.
         ValueError: A place of another kind.
     """
-    check_stream_options(stream_options)
+    options = CallOptions.to_read(stream_options=stream_options)
     if not isinstance(location, (str, os.PathLike)):
         raise TypeError(f"location: expected a path or a URI, got {type(location).__name__}")
     path = local_path(location) if scheme_of(location) in (None, "file", "local") else None
@@ -111,9 +107,9 @@ def open_store(location: Any, stream_options: Optional[Mapping[str, Any]], *, wr
         return FolderStore(path)
     scheme = scheme_of(location)
     if scheme == "s3":
-        return S3Store(str(location), stream_options)
+        return S3Store(str(location), options)
     if scheme in ("http", "https") and not writes:
-        return HttpStore(str(location), stream_options)
+        return HttpStore(str(location), options)
     known = "a folder, file:// or s3://" if writes else "a folder, file://, s3:// or http(s)://"
     raise ValueError(f"location: expected {known}, got {shown_uri(str(location))}")
 
@@ -210,71 +206,65 @@ os.register_at_fork(after_in_child=_forget_locks)
 class S3Store(Store):
     """A prefix of a bucket."""
 
-    def __init__(self, uri: str, stream_options: Optional[Mapping[str, Any]]) -> None:
-        from tensorizer import stream_io
+    def __init__(self, uri: str, options: CallOptions) -> None:
         from tensorizer._io.s3.conditional import ConditionalObject
 
         self._folder = folder_uri(uri)
-        self._options = self.read_options = dict(stream_options or {})
-        self._shared = Shared()
-        self._pointer = ConditionalObject(self.place_of(POINTER_NAME), stream_io._s3_options(**self._options))
+        self.read_options = options
+        self._pointer = ConditionalObject(self.place_of(POINTER_NAME), options)
         self._new_only = True
         self.name = shown_uri(self._folder)
 
     def place_of(self, name: str) -> str:
         return f"{self._folder}/{name}"
 
-    def sharing(self) -> contextlib.AbstractContextManager[Any]:
-        return sharing(self._shared)
-
     def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
         from tensorizer._io.s3.conditional import Version
 
-        with self.sharing():
-            before = None if known is None else Version(known.content, known.tag)
-            found = self._pointer.read(before)
+        before = None if known is None else Version(known.content, known.tag)
+        found = self._pointer.read(before)
         if found is None or found is before or found.content == (known and known.content):
             return known if found is not None else None
         return Read(found.content, found.etag)
 
     @property
-    def write_options(self) -> Mapping[str, Any]:  # type: ignore[override]
-        given = {kind: dict(names) for kind, names in (self._options.get("s3_extra_args") or {}).items()}
+    def write_options(self) -> CallOptions:  # type: ignore[override]
+        stream = self.read_options.stream
+        given = {kind: dict(names) for kind, names in (stream.s3_extra_args or {}).items()}
         put = {name: value for name, value in given.get("put", {}).items() if name[:2] != "If"}
         if self._new_only:
             put["IfNoneMatch"] = "*"
-        return {**self._options, "s3_extra_args": {**given, "put": put}}
+        extra_args = {**given, "put": put}
+        return self.read_options._replace(stream=dataclasses.replace(stream, s3_extra_args=extra_args))
 
     def lock(self) -> None:
-        from tensorizer._io.s3.options import params_of
+        from tensorizer._io.s3.s3_options import params_of
 
         self._pointer.for_writing()
-        with self.sharing():
-            client = self._pointer._access.client
+        client = self._pointer._access.client
         self._new_only = bool(params_of(client, "put_object", {"IfNoneMatch": "*"})) and self._new_only
 
     def write_pointer(self, content: bytes, known: Optional[Read]) -> Read:
         from tensorizer._io.s3 import conditional
 
         before = None if known is None else conditional.Version(known.content, known.tag)
-        with self.sharing():
-            try:
-                written = self._pointer.write(content, before)
-                if self._pointer.takes_conditions:
-                    return Read(*written)
-            except conditional.NotMetError:
-                pass
-            except StreamError:
-                with contextlib.suppress(OSError):  # the first failure tells more
-                    found = self._pointer.read(None)
-                    if found is not None and found.content == content:
-                        return Read(*found)
-                raise
-            # The answer to an earlier try may have been lost; or the store knows no conditions.
-            found = self._pointer.read(None)
-            if found is None or found.content != content:
-                raise NotMetError
-            return Read(*found)
+        try:
+            written = self._pointer.write(content, before)
+            if self._pointer.takes_conditions:
+                return Read(*written)
+        except conditional.NotMetError:
+            pass
+        except StreamError:
+            with contextlib.suppress(OSError):  # the first failure tells more
+                found = self._pointer.read(None)
+                if found is not None and found.content == content:
+                    return Read(*found)
+            raise
+        # The answer to an earlier try may have been lost; or the store knows no conditions.
+        found = self._pointer.read(None)
+        if found is None or found.content != content:
+            raise NotMetError
+        return Read(*found)
 
     def close(self) -> None:
         self._pointer.close()
@@ -289,10 +279,9 @@ class S3Store(Store):
                 prefix.delete([name])
 
     def _prefix(self) -> Any:
-        from tensorizer import stream_io
+        from tensorizer._io.s3.objects import S3Prefix
 
-        with self.sharing():
-            return stream_io._s3_prefix(self._folder, **self._options)
+        return S3Prefix(self._folder, self.read_options)
 
     def refuses_existing(self, error: OSError) -> bool:
         return getattr(error, "status", None) in (409, 412)
@@ -328,10 +317,9 @@ class _Known:
 class HttpStore(Store):
     """A folder of an HTTP server, for followers."""
 
-    def __init__(self, uri: str, stream_options: Optional[Mapping[str, Any]]) -> None:
+    def __init__(self, uri: str, options: CallOptions) -> None:
         self._folder = folder_uri(uri)
-        options = stream_options or {}
-        self._options = {name: options.get(name) for name in ("certificate_handling", "http_options")}
+        self.read_options = options
         self.name = shown_uri(self._folder)
 
     def place_of(self, name: str) -> str:
@@ -351,7 +339,11 @@ class HttpStore(Store):
     def _read_pointer(self, known: Optional[Read]) -> Optional[Read]:
         cached: Any = _Known(known)
         stream = CURLStreamFile(
-            self.place_of(POINTER_NAME), headers={"Cache-Control": "no-cache"}, cached=cached, **self._options
+            self.place_of(POINTER_NAME),
+            headers={"Cache-Control": "no-cache"},
+            cached=cached,
+            certificate_handling=self.read_options.stream.certificate_handling,
+            http_options=self.read_options.stream.http_options,
         )
         with contextlib.closing(stream):
             if stream.is_known:

@@ -11,7 +11,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format.names import listed
 from tensorizer._format.payloads import can_be_filled
-from tensorizer._load.fit import ModuleView, unfit_in_place
+from tensorizer._load.compare import ModuleView, unfit_in_place
 from tensorizer._load.modules import write_over
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import place_of

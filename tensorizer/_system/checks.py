@@ -18,13 +18,15 @@ def text(name: str, value: Any) -> str:
     """`value`, if it is a ``str`` that can be sent.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is another type.
         ValueError: It has half of a surrogate pair, as names of files that are no UTF-8 have.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected str, got {type(value).__name__}")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"{name}: expected text that UTF-8 can encode, got a lone surrogate")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: expected text that UTF-8 can encode, got a lone surrogate") from None
     return value
 
 

@@ -66,3 +66,12 @@ def as_device(device: Optional[Union[torch.device, str, int]]) -> torch.device:
     if device is None:
         return torch.device("cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def get_device() -> torch.device:
+    """Returns ``torch.device("cuda")``, without an index, if CUDA is available, else ``torch.device("cpu")``.
+
+    Example:
+        >>> device = tensorizer.utils.get_device()
+    """
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

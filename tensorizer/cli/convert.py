@@ -96,6 +96,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, Any]]) -> None:
     from tensorizer._files.copy import copies_beside
     from tensorizer._files.write import file_in_folder
+    from tensorizer._io.call_options import CallOptions
     from tensorizer._io.model_files import names_of_model
 
     keys = key_paths(arguments)
@@ -104,7 +105,8 @@ def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, An
     if arguments.max_shard_size is not None:
         folder, name = os.path.split(target)
         outputs += [os.path.join(folder, other) for other in names_of_model(name, map(os.path.basename, keys.values()))]
-    beside = copies_beside(arguments.source, target, True, options) if arguments.all_files and keys else []
+    call = CallOptions.to_write(stream_options=options)
+    beside = copies_beside(arguments.source, target, True, call) if arguments.all_files and keys else []
     outputs += [copy for _, copy in beside]
     check_keeps_keys(keys, outputs, [file for file, _ in beside])
 

@@ -50,7 +50,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def run_encrypt(arguments: argparse.Namespace, output: Output) -> int:
-    from tensorizer.encryption import EncryptionParams
+    from tensorizer._encryption import EncryptionParams
     from tensorizer.errors import CryptographyError
 
     _check_target(arguments)
@@ -81,17 +81,19 @@ def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
 
 def _check_target(arguments: argparse.Namespace) -> None:
     """Before a key is derived from a passphrase, which takes a while."""
-    from tensorizer._files.checkpoints import is_checkpoint
     from tensorizer._files.copy import check_target
+    from tensorizer._io.call_options import CallOptions
+    from tensorizer._io.model_files import is_checkpoint
 
     options = stream_options(arguments, arguments.source, arguments.target)
-    if is_checkpoint(arguments.source, options):
+    if is_checkpoint(arguments.source, CallOptions.to_read(stream_options=options)):
         return
     check_names_object(arguments.target)
     with cli.imports():
         from tensorizer._files.write import file_in_folder
+        from tensorizer._io.call_options import CallOptions
     check_keeps_keys(key_paths(arguments), [file_in_folder(arguments.target, "tensors")])
-    check_target(arguments.target, arguments.force, options)
+    check_target(arguments.target, arguments.force, CallOptions.to_write(stream_options=options))
 
 
 def _limit(text: Optional[str], presets: Any, option: str) -> Any:
@@ -105,12 +107,13 @@ def _limit(text: Optional[str], presets: Any, option: str) -> Any:
 
 
 def _recrypt(arguments: argparse.Namespace, output: Output, decryption: Any, encryption: Any) -> int:
-    from tensorizer._files.checkpoints import is_checkpoint
+    from tensorizer._io.call_options import CallOptions
+    from tensorizer._io.model_files import is_checkpoint
 
     options = stream_options(arguments, arguments.source, arguments.target)
     common: dict[str, Any] = {"force": arguments.force, "progress": output.progress(), "stream_options": options}
     with cli.imports():
-        if is_checkpoint(arguments.source, options):
+        if is_checkpoint(arguments.source, CallOptions.to_read(stream_options=options)):
             from tensorizer.distributed._checkpoint.recrypt import recrypt as write
         else:
             from tensorizer._files.convert import convert

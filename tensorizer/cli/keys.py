@@ -15,7 +15,7 @@ from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.output import Output, UsageError, escaped, option_of
 
 if TYPE_CHECKING:
-    from tensorizer.encryption import DecryptionParams, EncryptionParams
+    from tensorizer._encryption import DecryptionParams, EncryptionParams
 
 
 _KEY_NBYTES = 32
@@ -97,7 +97,7 @@ def decryption(
     Raises:
         CryptographyError: The file is encrypted and there is no key.
     """
-    from tensorizer.encryption import DecryptionParams
+    from tensorizer._encryption import DecryptionParams
     from tensorizer.errors import CryptographyError
 
     secret = _from_arguments(arguments, output, prefix)
@@ -127,7 +127,7 @@ def encryption(
         UsageError: A key is `required`, and there is none.
         StreamExistsError: The file for a new key exists.
     """
-    from tensorizer.encryption import EncryptionParams
+    from tensorizer._encryption import EncryptionParams
     from tensorizer.errors import StreamExistsError
 
     path = arguments.generate_key
@@ -152,7 +152,7 @@ def _named_for_writing(
     memlimit: Optional[int],
     required: bool,
 ) -> Optional[EncryptionParams]:
-    from tensorizer.encryption import EncryptionParams
+    from tensorizer._encryption import EncryptionParams
 
     secret = _from_arguments(arguments, output, "")
     if secret is None and required:
@@ -165,7 +165,7 @@ def _named_for_writing(
 
 def write_new_key(path: str, key: bytes) -> None:
     """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
-    from tensorizer._io.sinks import FileAccess, NewFile
+    from tensorizer._io.new_files import FileAccess, NewFile
     from tensorizer.errors import StreamExistsError
 
     with NewFile(os.path.abspath(path), FileAccess(0o600)) as file:

@@ -28,7 +28,7 @@ COMMANDS = {
     "decrypt": "encrypt",
     "sign": "sign",
     "diff": "diff",
-    "cache": "cache",
+    "cache": "node_cache",
 }
 
 _POSITIONALS = ("a", "action", "b", "command", "file", "files", "source", "target", "uris")

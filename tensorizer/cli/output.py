@@ -91,7 +91,7 @@ class Output:
 
     def progress(self) -> bool | Any:
         """What to pass as ``progress=``: a bar on a terminal, for work that lasts."""
-        from tensorizer.progress import bars, terminal_bar
+        from tensorizer._progress import bars, terminal_bar
 
         if self._progress is None:
             return False if self.quiet else terminal_bar()

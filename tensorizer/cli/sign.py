@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     with cli.imports():
         from tensorizer._files.sign import sign
     from tensorizer._io.uri import signature_place
-    from tensorizer.signing import SigningKey
+    from tensorizer._signing import SigningKey
 
     places = [signature_place(file) for file in arguments.files]
     check_keeps_keys({"--key": arguments.key, **key_paths(arguments)}, places)
@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _generate(path: str, output: Output) -> int:
     import os
 
+    from tensorizer._signing import SigningKey
     from tensorizer.errors import StreamExistsError
-    from tensorizer.signing import SigningKey
 
     public = f"{path}.pub"
     for place in (path, public):

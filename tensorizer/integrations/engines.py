@@ -10,14 +10,15 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._io.call_options import CallOptions, Trust
 from tensorizer._io.uri import scheme_of
 from tensorizer._load.arguments import DeviceArgument
 from tensorizer._load.digests import verification
 from tensorizer._load.stream import TensorStream, check_memory_ahead
+from tensorizer._progress import ProgressArgument
+from tensorizer._signing import PublicKeyArgument
 from tensorizer.integrations._hf.folders import LoadOptions, is_repo_id, open_folder
 from tensorizer.integrations._hf.weights import find_weights
-from tensorizer.progress import ProgressArgument
-from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["load_stream"]
 
@@ -93,14 +94,8 @@ def load_stream(
     for name in unknown:
         raise TypeError(f"load_stream() has no argument {name}=; {suggestion(name, _KEYWORDS)}")
     nbytes = check_memory_ahead(memory)
-    options = LoadOptions(
-        mmap=None,
-        verify=verification(verify, stream_options),
-        encryption=encryption,
-        public_key=public_key,
-        progress=progress,
-        stream_options=stream_options,
-    )
+    call = CallOptions.to_read(encryption, stream_options, None, progress, Trust.of(public_key, None))
+    options = LoadOptions(mmap=None, verify=verification(verify, call), call=call)
     with open_folder(source, options) as folder:
         weights = find_weights(folder, "model", options, any_name=True)
         return TensorStream(weights.open(device, dtype, filter_func), nbytes)

@@ -11,11 +11,12 @@ from typing import Any, Optional, Union
 
 import torch
 
+from tensorizer._io.call_options import CallOptions, Trust
 from tensorizer._load.arguments import one_device
 from tensorizer._load.digests import verification
+from tensorizer._progress import ProgressArgument, terminal_bar
+from tensorizer._signing import PublicKeyArgument
 from tensorizer._system.devices import as_device
-from tensorizer.progress import ProgressArgument, terminal_bar
-from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["from_pretrained", "load_adapter", "save_pretrained"]
 
@@ -226,8 +227,28 @@ def from_pretrained(
         raise ValueError("mmap: views of a file are on the CPU: leave out device= and device_map=")
     one_device(device)
     check_device_map(device_map)
-    verify = verification(verify, stream_options)
-    model, info = load(source, model_class, LoadOptions.among(locals()))
+    call = CallOptions.to_read(encryption, stream_options, None, progress, Trust.of(public_key, require_authenticated))
+    options = LoadOptions(
+        revision=revision,
+        subfolder=subfolder,
+        cache=cache,
+        local_files_only=local_files_only,
+        token=token,
+        call=call,
+        variant=variant,
+        dtype=dtype,
+        old_name_of_dtype=old_name_of_dtype,
+        device=device,
+        device_map=device_map,
+        quantization_config=quantization_config,
+        config=config,
+        strict=strict,
+        verify=verification(verify, call),
+        allow_pickle=allow_pickle,
+        mmap=mmap,
+        model_kwargs=model_kwargs,
+    )
+    model, info = load(source, model_class, options)
     if not output_loading_info:
         return model
     if info is None:
@@ -283,7 +304,16 @@ def load_adapter(
     from tensorizer.integrations._hf.folders import LoadOptions, open_folder
     from tensorizer.integrations._hf.objects import load_adapter_into
 
-    verify = verification(verify, stream_options)
-    options = LoadOptions.among(locals())
+    call = CallOptions.to_read(encryption, stream_options, trust=Trust.of(public_key, require_authenticated))
+    options = LoadOptions(
+        revision=revision,
+        cache=cache,
+        local_files_only=local_files_only,
+        token=token,
+        call=call,
+        strict=strict,
+        verify=verification(verify, call),
+        allow_pickle=allow_pickle,
+    )
     with open_folder(source, options) as folder:
         return load_adapter_into(model, folder.below(subfolder), options, adapter_name)

@@ -19,11 +19,14 @@ from typing import IO, Any, Optional, Union, cast
 
 import torch
 
+from tensorizer._encryption import DecryptionParams, EncryptionParams
 from tensorizer._files.contents import not_storable
 from tensorizer._files.copy import remove_files
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.uri import check_is_path, scheme_of
 from tensorizer._load.arguments import one_device
 from tensorizer._save.records import place_of
+from tensorizer._signing import PublicKeyArgument
 from tensorizer._system import locks
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
@@ -38,10 +41,8 @@ from tensorizer.distributed._checkpoint.json_values import (
     load_vetted,
     torch_saved,
 )
-from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError, named
 from tensorizer.serializer import TensorSerializer
-from tensorizer.signing import PublicKeyArgument
 from tensorizer.stream_io import open_stream
 
 try:
@@ -259,7 +260,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._wait()
         check_is_path(path)
         with contextlib.suppress(FileNotFoundError):
-            remove_files([os.fspath(path)], self._stream_options)
+            remove_files([os.fspath(path)], CallOptions.to_write(stream_options=self._stream_options))
 
     def teardown(self) -> None:
         """Waits for a save in the background, and raises its error."""

@@ -15,6 +15,7 @@ from typing import Any, Optional, Union
 import torch
 from transformers import TrainerCallback
 
+from tensorizer._io.call_options import CallOptions, Trust
 from tensorizer._io.model_files import usual_names
 from tensorizer._io.uri import name_in
 from tensorizer._system.redaction import shown_location
@@ -101,7 +102,7 @@ class TensorsTrainerMixin:
         stem = "adapter_model" if is_of("peft", target) else "model"
         if not checkpoint.those_of(usual_names(stem, formats=("tensors",))):
             return False
-        options = LoadOptions(encryption=self.decryption)
+        options = LoadOptions(call=CallOptions.to_read(self.decryption, trust=Trust.of(None, None)))
         if is_of("peft", target):
             training = target.training
             load_adapter_into(target, checkpoint, options, target.active_adapter)

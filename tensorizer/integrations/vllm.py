@@ -159,7 +159,7 @@ class _Config(NamedTuple):
         """The key of encrypted weights, if there is one."""
         if self.encryption_keyfile is None:
             return None
-        from tensorizer.encryption import DecryptionParams
+        from tensorizer._encryption import DecryptionParams
         from tensorizer.stream_io import open_stream
 
         with open_stream(self.encryption_keyfile, "rb") as stream:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorSerializer
-from tensorizer._io.cache import finish
-from tensorizer._io.options import most_connections
+from tensorizer._io.http_options import most_connections
+from tensorizer._io.node_cache import finish
 from tensorizer._system.config import share_of_node
 from tensorizer.errors import AuthenticationError, HashMismatchError, MissingHashError
 from tensorizer.stream_io import HTTPOptions

@@ -18,7 +18,7 @@ from servers.nginx import PROGRAM as NGINX
 from servers.nginx import nginx
 
 from tensorizer import TensorDeserializer, TensorSerializer
-from tensorizer._io.cache import finish
+from tensorizer._io.node_cache import finish
 
 MIB = 1 << 20
 

@@ -21,8 +21,8 @@ from servers.s3_recorder import S3Recorder
 
 import tensorizer
 from tensorizer import _C, DecryptionParams, EncryptionParams, progress
-from tensorizer._load.fit import ModuleView
-from tensorizer._load.modules import Filling, ModuleFill, module_names
+from tensorizer._load.compare import ModuleView
+from tensorizer._load.modules import Fill, FillOptions, module_names
 from tensorizer.errors import FormatError, LoadError, MissingHashError, UnsupportedContentError
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
@@ -836,7 +836,7 @@ def test_tied_weights_that_are_not_numbers_are_tied_again_and_those_on_two_devic
     parted = tiny_models.llama(tie_word_embeddings=True)
     with tensorizer.TensorDeserializer(tmp_path / "model.tensors", device="cpu", lazy_load=True) as file:
         names = module_names(file._open_file, range(len(file)))
-        fill = ModuleFill(ModuleView(parted), file._open_file, names, Filling(ties="equal"), strict=True)
+        fill = Fill(ModuleView(parted), file._open_file, names, FillOptions(ties="equal"), strict=True)
         tensors = {name: file[name] for name in file}
     fill.put({**tensors, "lm_head.weight": tensors["lm_head.weight"].to("meta")})
     assert parted.lm_head.weight.is_meta

@@ -16,6 +16,7 @@ from servers import file_server, hub_repository, serving
 
 import tensorizer
 from tensorizer import FormatError, SigningKey, StreamError, StreamNotFoundError
+from tensorizer._io.call_options import PLAIN
 from tensorizer.integrations._hf import folders
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
@@ -186,10 +187,10 @@ def test_files_of_a_prefix_are_asked_for_by_their_names_and_what_is_listed_has_t
     (tmp_path / folders.MANIFEST).write_text(json.dumps(names))
     with file_server.serve_folder(tmp_path) as url:
         for listing in (None, names):
-            with contextlib.closing(folders.RemoteFolder(url, None, names=listing)) as folder:
+            with contextlib.closing(folders.RemoteFolder(url, PLAIN, names=listing)) as folder:
                 files = folder.fetch_all()
                 assert all((files / name).read_text() == f'"{name}"' for name in names)
-        gone = contextlib.closing(folders.RemoteFolder(url, None, "org/name", ["config.json"]))
+        gone = contextlib.closing(folders.RemoteFolder(url, PLAIN, "org/name", ["config.json"]))
         with gone as folder, pytest.raises(StreamNotFoundError, match=r"org/name: .*config\.json"):
             folder.read_json("config.json")
 

@@ -85,7 +85,7 @@ def test_no_secret_of_a_url_is_kept_and_signatures_share_an_entry(site, folder):
 
 
 def test_locations_leave_out_what_is_no_part_of_an_object():
-    from tensorizer._io.cache import http_location
+    from tensorizer._io.node_cache import http_location
 
     assert http_location("HTTPS://u:p@Host.Example:443/A%20b?x=1&X-AMZ-Date=2&SIG=3&y=#f") == (
         "https://host.example/A%20b?x=1&y="

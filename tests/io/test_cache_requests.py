@@ -16,7 +16,7 @@ from servers.http_faults import FaultyServer, Reply
 from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import TensorDeserializer, cache
-from tensorizer._io.cache import finish
+from tensorizer._io.node_cache import finish
 from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import CacheOptions, HTTPOptions, open_stream
 
@@ -202,7 +202,7 @@ def test_an_object_that_is_replaced_after_the_opening_is_never_mixed(tmp_path, f
 
 
 def test_versions_of_headers_and_of_uris():
-    from tensorizer._io.cache import _version_of_headers
+    from tensorizer._io.node_cache import _version_of_headers
 
     assert _version_of_headers({"etag": '"a"'}, "v1") == '"a"'
     assert _version_of_headers({"etag": 'W/"a"'}, "v1") == "versionId=v1"

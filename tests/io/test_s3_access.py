@@ -14,8 +14,9 @@ import torch
 
 import tensorizer
 from tensorizer import stream_io
+from tensorizer._io.call_options import StreamOptions
 from tensorizer._io.s3 import access, objects
-from tensorizer._io.s3.options import S3Location, parse_s3_uri
+from tensorizer._io.s3.s3_options import S3Location, S3Options, parse_s3_uri
 from tensorizer.torch_compat import tensorizer_saving
 
 botocore = pytest.importorskip("botocore")
@@ -43,7 +44,7 @@ def clean(monkeypatch, tmp_path):
 
 
 def options_of(**arguments):
-    return stream_io._s3_options(**arguments)
+    return S3Options.of(StreamOptions(**arguments))
 
 
 def resolved(write=False, location=LOCATION, **arguments):

@@ -26,7 +26,9 @@ from servers.s3_recorder import S3Recorder
 import tensorizer
 from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, stream_io
 from tensorizer._io import certificates
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.s3.client import s3_code
+from tensorizer._io.s3.objects import S3Prefix
 from tensorizer.errors import FormatError, StreamError, StreamExistsError
 from tensorizer.stream_io import HTTPOptions, open_stream
 from tensorizer.torch import save_file
@@ -84,6 +86,61 @@ def save(store, expected, uri="s3://bucket/model", **options):
 def loads(store, expected, uri="s3://bucket/model", **options):
     with open_stream(uri, **{**store.arguments, **options}) as stream:
         assert_same(dict(TensorDeserializer(stream, device="cpu", verify_hash=True).items()), expected)
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """The clients that botocore has made."""
+    made, create = [], botocore.client.ClientCreator.create_client
+
+    def counted(*arguments, **options):
+        made.append(1)
+        return create(*arguments, **options)
+
+    monkeypatch.setattr("botocore.client.ClientCreator.create_client", counted)
+    return made
+
+
+class TestOneCallMakesOneClient:
+    def test_to_open_forty_shards(self, store, clients):
+        tensors = {f"t{i:02}": torch.full((2,), float(i)) for i in range(40)}
+        save_file(tensors, "s3://bucket/m/model.safetensors", max_shard_size=8, stream_options=store.arguments)
+        assert len(clients) == 1
+        assert sum(path.endswith(".safetensors") for path in store.objects) == 40
+        for place in ("s3://bucket/m", "s3://bucket/m/model.safetensors.index.json"):
+            clients.clear()
+            assert_same(tensorizer.load_file(place, stream_options=store.arguments), tensors)
+            assert len(clients) == 1, place
+
+    def test_of_models_of_transformers(self, store, clients):
+        transformers = pytest.importorskip("transformers")
+        from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+
+        config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+        options = {"stream_options": store.arguments}
+        save_pretrained(transformers.GPT2LMHeadModel(config), "s3://bucket/model", **options)
+        assert len(clients) == 1
+        clients.clear()
+        from_pretrained("s3://bucket/model", **options)
+        assert len(clients) == 1
+
+    def test_of_conversions_and_checkpoints(self, store, clients, tmp_path):
+        dcp = pytest.importorskip("torch.distributed.checkpoint")
+        from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_to_files
+
+        save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+        options = {"stream_options": store.arguments}
+        calls = [
+            lambda: convert(tmp_path / "model.safetensors", "s3://bucket/model.tensors", **options),
+            lambda: dcp.save({"a": torch.ones(3)}, storage_writer=TensorizerWriter("s3://bucket/c", **options), **one),
+            lambda: dcp.load({"a": torch.ones(3)}, storage_reader=TensorizerReader("s3://bucket/c", **options), **one),
+            lambda: dcp_to_files("s3://bucket/c", tmp_path / "c.safetensors", **options),
+        ]
+        one = {"no_dist": True}
+        for call in calls:
+            clients.clear()
+            call()
+            assert len(clients) == 1
 
 
 @pytest.mark.parametrize(
@@ -649,7 +706,7 @@ class TestAnswersOfOtherServers:
 
     def test_a_list_that_is_none_or_is_not_whole_is_an_error(self, store, monkeypatch):
         store.objects["/bucket/folder/a"] = b"x"
-        folder = stream_io._s3_prefix("s3://bucket/folder", **store.arguments)
+        folder = S3Prefix("s3://bucket/folder", CallOptions.to_write(stream_options=store.arguments))
         assert folder.names() == ["a"]
         cut = b"<ListBucketResult><IsTruncated>true</IsTruncated><NextMarker>b</NextMarker></ListBucketResult>"
         for answer in (*self.ANSWERS, (200, {}, cut), (206, {}, b"<ListBucketResult><IsTruncated>fal")):

@@ -810,7 +810,7 @@ def test_the_interpreter_ends_cleanly_with_a_load_in_flight(model_file):
 def test_importing_does_not_touch_the_driver_so_a_forked_child_may_use_it_and_all_ends_cleanly_at_exit(model_file):
     result = run_script(
         """
-        import tensorizer._io.cache, tensorizer._io.upload_on_close  # what they do at exit is registered here
+        import tensorizer._io.node_cache, tensorizer._io.upload_on_close  # what they do at exit is registered here
         child = os.fork()
         if child == 0:
             assert device.load(path)["x"].numel() == 30 << 20

@@ -15,7 +15,7 @@ from paths import ROOT
 from servers.s3_recorder import S3Recorder
 
 import tensorizer.distributed as td
-from tensorizer._io.options import most_connections
+from tensorizer._io.http_options import most_connections
 
 sys.path.append(str(ROOT))
 

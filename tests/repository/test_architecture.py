@@ -179,7 +179,7 @@ FOLDERS = {
     "_system": {"_C", "errors"},
     "_format": {"_C", "_system", "errors"},
     "_io": {"_C", "_version", "_system", "_keys", "errors"},
-    "_load": {"_C", "_system", "_keys", "_format", "_io", "errors", "progress"},
+    "_load": {"_C", "_system", "_keys", "_format", "_io", "errors", "_progress"},
     "_files": {
         "_C",
         "_system",
@@ -188,12 +188,12 @@ FOLDERS = {
         "_io",
         "_load",
         "_save",
-        "deserializer",
         "errors",
-        "progress",
-        "signing",
+        "_encryption",
+        "_progress",
+        "_signing",
     },
-    "_save": {"_C", "_system", "_keys", "_format", "_io", "errors", "progress"},
+    "_save": {"_C", "_system", "_keys", "_format", "_io", "errors", "_progress"},
     "_sync": {"_C", "_system", "_format", "_io", "_load", "_save", "errors"},
 }
 
@@ -222,6 +222,29 @@ def test_one_module_knows_how_indexes_and_files_of_models_are_called():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
                 wrong |= {(name_of(path), node.value)} if ".index." in node.value else set()
     assert not wrong
+
+
+def test_no_private_folder_imports_a_public_module():
+    """At run time or for types; they are below what users import. Errors are of all."""
+    public = {path.stem for path in PACKAGE.glob("[!_]*.py")} | {"cli", "integrations"} - {"errors"}
+    upward = []
+    for path in modules():
+        folder, *_ = package_of(path) or [""]
+        is_public = path.name == "__init__.py" and folder == "distributed"
+        if (
+            folder in ("_io", "_load", "_files", "_save", "_sync", "_format", "_system", "distributed")
+            and not is_public
+        ):
+            text = path.read_text(encoding="utf-8")
+            found = re.findall(r"^ *from tensorizer\.(\w+)|^ *from tensorizer import (.+)$", text, re.MULTILINE)
+            names = {name for one, several in found for name in (one, *re.findall(r"\w+", several))}
+            upward += [f"{name_of(path)}: {name}" for name in names & (public - {"errors"})]
+    assert not upward
+
+
+def test_file_names_that_say_little_are_there_once():
+    for name in ("access", "cache", "names", "options"):
+        assert len(list(PACKAGE.rglob(f"{name}.py"))) == 1, name
 
 
 def test_s3_imports_nothing_above_it():

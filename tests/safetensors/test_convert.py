@@ -22,6 +22,7 @@ from servers.s3_recorder import S3Recorder
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer._files.copy import copy_file
+from tensorizer._io.call_options import CallOptions
 from tensorizer.errors import FormatError, StreamExistsError
 from tensorizer.torch import load_file, save, save_file
 
@@ -669,7 +670,7 @@ def test_an_empty_file_beside_a_model_is_copied_wherever_the_model_goes(tmp_path
     empty.touch()
     with S3Recorder() as store:
         for target in ("s3://bucket/empty", "memory://copies/empty", str(tmp_path / "copy")):
-            copy_file(empty, target, store.arguments)
+            copy_file(empty, target, CallOptions.to_write(stream_options=store.arguments))
         assert store.objects == {"/bucket/empty": b""}
     assert memory.cat_file("/copies/empty") == b""
     assert (tmp_path / "copy").read_bytes() == b""

@@ -443,7 +443,7 @@ assert [name for name in found if name.startswith(".")] == [".metadata"], found
 
 def test_a_file_keeps_the_mode_that_it_is_made_with_where_it_cannot_be_changed(tmp_path, monkeypatch, caplog):
     from tensorizer import _C
-    from tensorizer._io.sinks import FileAccess, NewFile
+    from tensorizer._io.new_files import FileAccess, NewFile
 
     monkeypatch.setattr(_C, "set_access", lambda *_: False)
     with caplog.at_level(logging.DEBUG), NewFile(str(tmp_path / "key"), FileAccess(0o600)) as file:
@@ -456,7 +456,7 @@ def test_a_file_keeps_the_mode_that_it_is_made_with_where_it_cannot_be_changed(t
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("refused", ["link", "replace"])
 def test_a_small_file_that_can_get_no_name_is_written_in_place(tmp_path, monkeypatch, exclusive, refused):
-    from tensorizer._io.sinks import NewFile
+    from tensorizer._io.new_files import NewFile
 
     def refuses(*_arguments, **_options):
         raise OSError(95, "Operation not supported")

@@ -1,4 +1,4 @@
-// Every setting of HTTP requests; tensorizer/_io/options.py documents them for users and has
+// Every setting of HTTP requests; tensorizer/_io/http_options.py documents them for users and has
 // the same defaults.
 #pragma once
 

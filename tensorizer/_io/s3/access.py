@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
+from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.s3.client import (
     check_endpoint,
@@ -23,8 +24,7 @@ from tensorizer._io.s3.client import (
     make_session,
     trust_of_parts,
 )
-from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
-from tensorizer._io.shared import shared
+from tensorizer._io.s3.s3_options import ConfigPath, S3Location, S3Options
 from tensorizer._io.uri import split_uri
 from tensorizer._system import locks
 from tensorizer._system.redaction import shown_uri
@@ -193,29 +193,24 @@ class S3Access:
             logger.info("S3 endpoint %s, %s", self.host, self.source)
 
 
-def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Access:
-    """Finds credentials and endpoint; those of files that are opened together are found once, and have one client.
+def resolve(location: S3Location, options: S3Options, call: CallOptions = PLAIN, *, write: bool) -> S3Access:
+    """Finds credentials and endpoint. The reads and writes of one call have one client where these are the same.
 
     Args:
         location: Of the object.
         options: What the caller passed. Its default endpoints are used where no source names one, unless the
             credentials are of the AWS chain, or the bucket is one that only AWS has.
+        call: Shares the client.
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
         ValueError: Plain HTTP that nobody asked for; a malformed endpoint; a token without keys; a configuration
             file that was named, and is missing or holds no keys.
-        configparser.Error: The configuration file is no INI file.
+        configparser.Error: The configuration file is not an INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.
     """
-    return shared(
-        (options, write, location.is_express, location.is_of_aws), lambda: _resolved(location, options, write)
-    )
-
-
-def _resolved(location: S3Location, options: S3Options, write: bool) -> S3Access:
     if options.client_factory is not None:
-        client = options.client_factory()
+        client = call.once(options.client_factory, options.client_factory)
         expect_answers(client)
         identity = _Identity((None, None), "credentials of the client factory", refreshes=True)
         config = getattr(client.meta, "config", None)
@@ -227,18 +222,25 @@ def _resolved(location: S3Location, options: S3Options, write: bool) -> S3Access
     if options.session_token is not None and None in (options.access_key_id, options.secret_access_key):
         raise ValueError("s3_session_token belongs to keys: pass s3_access_key_id and s3_secret_access_key with it")
     config = _file_or_arguments(options)
-    session = make_session(options.profile)
+    session = make_session(options.profile)  # boto3 makes one client of a session, not two
     identity = _identify(session, options, config, anonymous=not write)
     endpoint = _endpoint(session, options, config)
     is_default = endpoint is None and not identity.from_chain and not location.is_of_aws
     if is_default:
         default = options.write_endpoint if write else options.read_endpoint
         endpoint = _as_url(default, options, config, allow_http=False) if default else None
-    access = _access(session, options, identity, endpoint, location)
+    access = _access(session, options, identity, endpoint, location, call)
     access.announce()
     if is_default and identity.has_keys:
         _warn_of_default(access)
     return access
+
+
+def store_of(location: S3Location, call: CallOptions, *, write: bool) -> tuple[S3Options, S3Access]:
+    """What the caller said, and the access to the store, of which one call has one for all its objects."""
+    options = call.once(call.stream, lambda: S3Options.of(call.stream))
+    key = (options, write, location.is_express, location.is_of_aws)
+    return options, call.once(key, lambda: resolve(location, options, call, write=write))
 
 
 def named_endpoint(options: S3Options) -> Optional[str]:
@@ -335,12 +337,17 @@ def _as_url(endpoint: str, options: S3Options, config: Optional[ParsedCredential
 
 
 def _access(
-    session: Any, options: S3Options, identity: _Identity, endpoint: Optional[str], location: S3Location
+    session: Any,
+    options: S3Options,
+    identity: _Identity,
+    endpoint: Optional[str],
+    location: S3Location,
+    call: CallOptions = PLAIN,
 ) -> S3Access:
     if endpoint is not None:
         check_endpoint(endpoint)
 
-    def client() -> Any:
+    def make() -> Any:
         from botocore import UNSIGNED
 
         keys = (None, None, None) if identity.unsigned else (*identity.keys, options.session_token)
@@ -351,7 +358,9 @@ def _access(
         return make_client(session, endpoint, keys, region, signature, options.trust, http)
 
     checksums = chosen_checksums(session, "request_checksum_calculation")
-    access = S3Access(client, endpoint, identity, options, checksums, session)
+    signing = (options.session_token, options.region_name, options.signature_version, location.is_express)
+    key = ("client", options.profile, identity, endpoint, signing, options.trust, options.http_options)
+    access = S3Access(lambda: call.once(key, make), endpoint, identity, options, checksums, session)
     if None in identity.keys and identity.keys != (None, None):
         access.client  # noqa: B018 - botocore says which half is missing
     return access

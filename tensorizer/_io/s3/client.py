@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 from urllib.parse import parse_qs, urlsplit
 
 from tensorizer._io.certificates import CAInfo, TrustAnchors, named_trust
-from tensorizer._io.options import HTTPOptions
+from tensorizer._io.http_options import HTTPOptions
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
@@ -50,7 +50,7 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
 
 
 def check_endpoint(endpoint: Any) -> None:
-    """Refuses what is no URL of a store; botocore quotes it, and what was meant for another argument may be a key.
+    """Rejects what is not the URL of a store; botocore quotes it, and what was meant for another argument may be a key.
 
     Raises:
         TypeError: No ``str``.
@@ -118,7 +118,7 @@ def make_client(
     Args:
         session: From :func:`make_session`.
         endpoint: URL of the store; ``None`` for AWS's own.
-        keys: Access key, secret key and token; ``None`` for those of the AWS chain.
+        keys: CallOptions key, secret key and token; ``None`` for those of the AWS chain.
         region: ``None`` for that of the configuration, else ``us-east-1``.
         signature: Version of signatures, or ``botocore.UNSIGNED``; ``None`` leaves the choice to botocore.
         certificates: Whom to trust; ``None`` for what variables or boto3 say.
@@ -336,7 +336,7 @@ def explain(error: Exception, operation: str, name: str) -> str:
 
 
 def s3_code(error: Any) -> str:
-    """The S3 error code of a botocore error; empty where there is none."""
+    """The S3 error code of a botocore error; empty for other errors."""
     return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 

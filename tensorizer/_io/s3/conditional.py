@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
-from tensorizer._io.s3.access import resolve
+from tensorizer._io.call_options import CallOptions
+from tensorizer._io.s3.access import store_of
 from tensorizer._io.s3.client import s3_code, translated
-from tensorizer._io.s3.options import S3Options, params_of, parse_s3_uri
+from tensorizer._io.s3.s3_options import S3Options, params_of, parse_s3_uri
 from tensorizer.errors import StreamError
 
 _READS = 3  # of an object whose body breaks off
@@ -35,9 +36,9 @@ class ConditionalObject:
         takes_conditions: Whether the store has not said yet that it knows no conditions.
     """
 
-    def __init__(self, uri: str, options: S3Options) -> None:
+    def __init__(self, uri: str, call: CallOptions) -> None:
         self._location = parse_s3_uri(uri)
-        self._options = options
+        self._call, self._options = call, S3Options.of(call.stream)
         self._write = False
         self._known_access: Any = None
         self.takes_conditions = True
@@ -45,7 +46,7 @@ class ConditionalObject:
     @property
     def _access(self) -> Any:
         if self._known_access is None:
-            self._known_access = resolve(self._location, self._options, write=self._write)
+            _, self._known_access = store_of(self._location, self._call, write=self._write)
             events = self._known_access.client.meta.events
             events.register("before-call.s3.GetObject", self._without_caches, unique_id=f"tensorizer-{id(self)}")
         return self._known_access

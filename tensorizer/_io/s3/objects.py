@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.s3.access import S3Access, explicit_access, named_endpoint, resolve
+from tensorizer._io.s3.access import S3Access, explicit_access, named_endpoint, store_of
 from tensorizer._io.s3.client import NO_CREDENTIALS, SignedRequest, presign, s3_code, translated
-from tensorizer._io.s3.options import (
+from tensorizer._io.s3.s3_options import (
     READ_ENDPOINT,
     WRITE_ENDPOINT,
     S3Location,
@@ -30,7 +31,7 @@ from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
     from tensorizer import _C
-    from tensorizer._io.cache import Cache, CachedObject
+    from tensorizer._io.node_cache import Cache, CachedObject
 
 _DAY = 86400
 # Presigned URLs are replaced this long before they expire.
@@ -140,16 +141,8 @@ def _told_of_credentials(access: S3Access, options: S3Options) -> Iterator[None]
         raise
 
 
-def open_read(
-    uri: str,
-    options: S3Options,
-    *,
-    begin: Optional[int] = None,
-    end: Optional[int] = None,
-    buffer_size: Optional[int] = None,
-    cache: Optional[Cache] = None,
-) -> Union[CURLStreamFile, BinaryIO]:
-    """Opens an object for reading; arguments as for :func:`tensorizer.stream_io.open_stream`.
+def open_read(uri: str, call: CallOptions, cache: Optional[Cache] = None) -> Union[CURLStreamFile, BinaryIO]:
+    """Opens an object for reading, as :func:`tensorizer.stream_io.open_stream` says.
 
     Raises:
         ValueError: Not an S3 URI, a bad range, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
@@ -157,18 +150,19 @@ def open_read(
         OSError: It cannot be opened.
     """
     location = parse_s3_uri(uri)
-    cached = None if cache is None else _cached(cache, location, options)
+    cached = None if cache is None else _cached(cache, location, S3Options.of(call.stream))
     if cached is not None and cached.cache.offline:
         return cast(BinaryIO, cached.open_offline())
-    access = resolve(location, options, write=False)
+    options, access = store_of(location, call, write=False)
+    stream = call.stream
     if options.extra("get"):
         check_names(access.client, "get", options.extra("get"))
-    return _open_presigned(access, location, options, begin, end, buffer_size, cached)
+    return _open_presigned(access, location, options, stream.begin, stream.end, stream.buffer_size, cached)
 
 
 def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[CachedObject]:
     """The object in the cache; ``None`` where it is not to be kept."""
-    from tensorizer._io.cache import CachedObject
+    from tensorizer._io.node_cache import CachedObject
 
     # Without credentials: offline nobody is asked for them.
     endpoint = named_endpoint(options)
@@ -228,7 +222,7 @@ def _upload_file(
         raise translated(error, "write", access.describe(location)) from error
 
 
-def open_write(uri: str, options: S3Options) -> BinaryIO:
+def open_write(uri: str, call: CallOptions) -> BinaryIO:
     """A stream whose content becomes the object when it is closed; see :class:`UploadOnClose`.
 
     It begins empty. Credentials are used at the upload, not before. What is written by hand goes to a
@@ -239,7 +233,7 @@ def open_write(uri: str, options: S3Options) -> BinaryIO:
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
     """
     location = _parse_target(uri)
-    access = resolve(location, options, write=True)
+    options, access = store_of(location, call, write=True)
     extra = options.extra("put")
     if extra:  # without any, the client is made at the upload
         check_names(access.client, "put", extra)
@@ -270,11 +264,11 @@ class S3Prefix:
         ValueError: Not an S3 URI.
     """
 
-    def __init__(self, uri: str, options: S3Options) -> None:
+    def __init__(self, uri: str, call: CallOptions) -> None:
         location = parse_s3_uri(uri + "/_")  # URIs name objects; a slash at the end is part of their names
         self._bucket = location.bucket
         self._prefix = location.key[:-1]
-        self._access = resolve(location, options, write=True)
+        _, self._access = store_of(location, call, write=True)
         self._name = self._access.describe(location)
 
     def names(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Optional
 
 from tensorizer._files.contents import Contents
@@ -13,7 +13,7 @@ from tensorizer._files.verify import VerifyReport
 from tensorizer._format.dtype_names import dtype_text
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import FilterFuncType
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._load.open_index import open_index
 from tensorizer._save.records import Record
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles
@@ -25,9 +25,9 @@ from tensorizer.distributed._checkpoint.whole import inner_tensors, read_whole, 
 from tensorizer.errors import CryptographyError
 
 
-def inspect(source: Any, stream_options: Optional[Mapping[str, Any]]) -> FileInfo:
+def inspect(source: Any, options: CallOptions) -> FileInfo:
     """What the marker says. Offset and file of a tensor are those of its first part."""
-    folder = Folder.at(source, stream_options)
+    folder = Folder.at(source, options)
     markers = read_markers(folder)
     files = _files(markers)
     values = {index.fqn: stored.text for marker in markers for index, stored in marker.stored.items() if stored.text}
@@ -44,24 +44,24 @@ def inspect(source: Any, stream_options: Optional[Mapping[str, Any]]) -> FileInf
     )
 
 
-def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]]) -> bool:
+def is_encrypted(source: Any, options: CallOptions) -> bool:
     """Whether its files need a key."""
-    folder = Folder.at(source, stream_options)
+    folder = Folder.at(source, options)
     return _is_encrypted(folder, read_markers(folder))
 
 
-def verify(source: Any, access: Access, filter_func: Optional[FilterFuncType], fail_fast: bool) -> VerifyReport:
+def verify(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType], fail_fast: bool) -> VerifyReport:
     """Reads all of it. Raises and returns as :func:`tensorizer.verify`."""
-    folder = Folder.at(source, access.stream_options)
+    folder = Folder.at(source, access)
     if access.encryption is None and _is_encrypted(folder, read_markers(folder)):
         raise CryptographyError(f"{folder.where} is encrypted: a key is needed")
     return verify_folder(folder, access, None, filter_func, fail_fast)
 
 
 @contextlib.contextmanager
-def side(source: Any, access: Access, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
+def side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
     """One of the two that are compared."""
-    folder = Folder.at(source, access.stream_options)
+    folder = Folder.at(source, access)
     found = _records(folder, read_markers(folder, access.encryption))
     chosen = [record for record in found if filter_func is None or filter_func(str(record.name))]
     with CheckpointFiles(folder, access, verify=False) as files:
@@ -77,18 +77,18 @@ def side(source: Any, access: Access, filter_func: Optional[FilterFuncType]) -> 
 
 
 @contextlib.contextmanager
-def contents(source: Any, access: Access, format: str) -> Iterator[tuple[Contents, list[str], list[str]]]:
+def contents(source: Any, access: CallOptions, format: str) -> Iterator[tuple[Contents, list[str], list[str]]]:
     """What is written to a file of this format, the names of what is left out, and the files that are read."""
-    folder = Folder.at(source, access.stream_options)
+    folder = Folder.at(source, access)
     markers = read_markers(folder, access.encryption, access.trust.required)
     with CheckpointFiles(folder, access, verify=True) as files:
         found, left_out = contents_of(markers, files, selected(folder, whole_tensors(folder, markers), ""), "", format)
         yield found, left_out, [folder.join(name) for name in _files(markers)]
 
 
-def files_of(source: Any, access: Access) -> list[str]:
+def files_of(source: Any, access: CallOptions) -> list[str]:
     """The places of the files of tensors, each of which can be signed."""
-    folder = Folder.at(source, access.stream_options)
+    folder = Folder.at(source, access)
     found = [folder.join(name) for name in _files(read_markers(folder, access.encryption))]
     if not found:
         raise ValueError(f"{folder.where}: a checkpoint without tensors has no files to sign")
@@ -104,7 +104,7 @@ def _is_encrypted(folder: Folder, markers: Sequence[Marker]) -> bool:
     name = next(iter(_files(markers)), None)
     if name is None:
         return False
-    with open_index(folder.join(name), Access(stream_options=folder.stream_options)) as file:
+    with open_index(folder.join(name), folder.options.reading()) as file:
         return bool(file.index.encrypted)
 
 

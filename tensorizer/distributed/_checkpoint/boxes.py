@@ -11,7 +11,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.sources import OpenedSource, close_between_reads, files_at_once
 from tensorizer._load.open_file import OpenFile, file_of
 from tensorizer._load.reader import FileReader, ReadOptions
@@ -47,7 +47,7 @@ class WantedBox(NamedTuple):
 class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
     """The files of one checkpoint, opened when they are needed. A context manager that closes them."""
 
-    def __init__(self, folder: Folder, access: Access, *, verify: bool) -> None:
+    def __init__(self, folder: Folder, access: CallOptions, *, verify: bool) -> None:
         self._folder, self._access, self._verify = folder, access, verify
         self._open: dict[SavedFile, OpenFile] = {}
         self._saved: dict[tuple[FileReader, int], Saved] = {}  # what was found to be in a record

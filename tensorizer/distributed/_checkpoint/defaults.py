@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from tensorizer._io.call_options import CallOptions
 from tensorizer._system.patches import Activity, Block, CountedPatch
 from tensorizer._system.redaction import shown_location
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
@@ -199,7 +200,7 @@ def _reader(path: PathLike, arguments: dict[str, Any]) -> Optional[TensorizerRea
 
 def _is_foreign(path: PathLike, stream_options: Any) -> bool:
     """Whether a marker is there that ours did not write."""
-    folder = Folder.at(path, stream_options)
+    folder = Folder.at(path, CallOptions.to_read(stream_options=stream_options))
     for name in (MARKER, marker_name(0)):
         try:
             opened = folder.open(name)

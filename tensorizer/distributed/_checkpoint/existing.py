@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tensorizer._encryption import DecryptionParams
 from tensorizer._files.verify import Mismatch, VerifyReport
 from tensorizer._format.entries import FilterFuncType
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
+from tensorizer._progress import progress_reporter
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, saved_parts
@@ -20,14 +22,12 @@ from tensorizer.distributed._checkpoint.marker import Marker, SavedFile, unpack_
 from tensorizer.distributed._checkpoint.parts import about_name
 from tensorizer.distributed._checkpoint.whole import whole_tensors
 from tensorizer.distributed._ranks import Ranks, caught
-from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import (
     AuthenticationError,
     FormatError,
     TensorizerError,
     VerificationError,
 )
-from tensorizer.progress import progress_reporter
 
 # Bytes that are read and compared at a time.
 _RUN_NBYTES = 128 << 20
@@ -75,7 +75,8 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         >>> is_complete("no such folder")
         False
     """
-    folder = Folder.at(checkpoint, stream_options)
+    options = CallOptions.to_read(stream_options=stream_options)
+    folder = Folder.at(checkpoint, options)
 
     def is_there(file: SavedFile) -> bool:
         return folder.nbytes(file.name) == file.nbytes
@@ -126,14 +127,14 @@ def verify(
         >>> verify("run").verified
         ('weight',)
     """
-    access = Access.to_read(encryption, stream_options, threads)
+    access = CallOptions.to_read(encryption, stream_options, threads)
     thread_limit("threads", threads)
-    return verify_folder(Folder.at(checkpoint, stream_options), access, group)
+    return verify_folder(Folder.at(checkpoint, access), access, group)
 
 
 def verify_folder(
     folder: Folder,
-    access: Access,
+    access: CallOptions,
     group: Optional[torch.distributed.ProcessGroup] = None,
     filter_func: Optional[FilterFuncType] = None,
     fail_fast: bool = False,
@@ -180,7 +181,7 @@ class _Share(NamedTuple):
 
 
 def _verify_share(
-    folder: Folder, access: Access, ranks: Ranks, filter_func: Optional[FilterFuncType], fail_fast: bool
+    folder: Folder, access: CallOptions, ranks: Ranks, filter_func: Optional[FilterFuncType], fail_fast: bool
 ) -> _Share:
     try:
         markers = read_markers(folder, access.encryption, access.trust.required)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
+from tensorizer._io.call_options import PLAIN, CallOptions, SharedObjects
 from tensorizer._io.model_files import exists
-from tensorizer._io.sinks import NewFile, WholeFile
+from tensorizer._io.new_files import NewFile
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_checked
 from tensorizer._io.uri import folder_uri, local_path, scheme_of
 from tensorizer.errors import StreamExistsError, is_absent, stream_errors
@@ -58,14 +61,14 @@ class Folder(NamedTuple):
 
     where: str
     remote: bool
-    stream_options: Optional[Mapping[str, Any]] = None
+    options: CallOptions = PLAIN
 
     def __repr__(self) -> str:
         """Without the options, which may hold keys."""
         return f"Folder({self.where!r})"
 
     @classmethod
-    def at(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]] = None) -> Folder:
+    def at(cls, path: PathLike, options: CallOptions = PLAIN) -> Folder:
         """Of a path or URI.
 
         Raises:
@@ -76,14 +79,14 @@ class Folder(NamedTuple):
             raise TypeError(f"checkpoint: expected a path or an s3:// URI, got {type(path).__name__}")
         local = local_path(path)
         if local is not None:
-            return cls(os.path.abspath(local), False, stream_options)
+            return cls(os.path.abspath(local), False, options)
         if scheme_of(path) != "s3":
             raise ValueError(f"checkpoint: expected a local path or an s3:// URI, got one with {scheme_of(path)}://")
-        from tensorizer._io.s3.options import parse_s3_uri
+        from tensorizer._io.s3.s3_options import parse_s3_uri
 
         where = folder_uri(str(path))
         parse_s3_uri(f"{where}/{MARKER}")
-        return cls(where, True, stream_options)
+        return cls(where, True, options)
 
     def join(self, name: str) -> str:
         return f"{self.where}/{name}" if self.remote else os.path.join(self.where, name)
@@ -95,7 +98,7 @@ class Folder(NamedTuple):
             StreamNotFoundError: There is none.
             OSError: It cannot be opened.
         """
-        return open_source(self.join(name), self.stream_options)
+        return open_source(self.join(name), self.options)
 
     def is_absent(self, error: OSError) -> bool:
         """Whether an error of opening a file counts as "there is none"."""
@@ -108,7 +111,7 @@ class Folder(NamedTuple):
 
     def read(self, name: str, check: Callable[[bytes], Answer]) -> Answer:
         """What `check` makes of the content of a small file. Raises as :meth:`open`, and what `check` raises."""
-        return read_checked(self.join(name), self.stream_options, check)
+        return read_checked(self.join(name), self.options, check)
 
     def each(self, ask: Callable[[Asked], Answer], items: Sequence[Asked]) -> Iterator[Answer]:
         """The answers to one question about each of several files, in their order; the first error in that order.
@@ -125,7 +128,7 @@ class Folder(NamedTuple):
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file, as far as the credentials may see."""
-        return exists(self.join(name), self.stream_options)
+        return exists(self.join(name), self.options)
 
     def write(self, name: str, content: bytes, *, fsync: bool, replace: bool) -> None:
         """Writes a small file, which appears complete or not at all. With `fsync` it and its name outlast a crash.
@@ -143,10 +146,11 @@ class Folder(NamedTuple):
                 except FileExistsError:
                     raise self._exists(name) from None
             return
-        options = dict(self.stream_options or {})
+        options = self.options
         if not replace:
-            extra = dict(options.get("s3_extra_args") or {})
-            options["s3_extra_args"] = {**extra, "put": {**extra.get("put", {}), "IfNoneMatch": "*"}}
+            extra = dict(options.stream.s3_extra_args or {})
+            extra["put"] = {**extra.get("put", {}), "IfNoneMatch": "*"}
+            options = options._replace(stream=dataclasses.replace(options.stream, s3_extra_args=extra))
         try:
             with WholeFile(self.join(name), options) as remote:
                 remote.append(content)
@@ -159,9 +163,9 @@ class Folder(NamedTuple):
         return StreamExistsError(errno.EEXIST, "a checkpoint is there already, and overwrite=False", self.join(name))
 
     def _store(self) -> S3Prefix:
-        from tensorizer import stream_io
+        from tensorizer._io.s3.objects import S3Prefix
 
-        return stream_io._s3_prefix(self.where, **(self.stream_options or {}))
+        return S3Prefix(self.where, self.options)
 
     def sync(self) -> None:
         """Makes the names of a local folder outlast a crash of the machine."""
@@ -212,20 +216,25 @@ def _is_stale(name: str, files: Collection[str]) -> bool:
 class Located:
     """What a writer and a reader have in common: where their checkpoint is, which may be said later, or again."""
 
-    def __init__(self, path: Optional[PathLike], stream_options: Optional[Mapping[str, Any]]) -> None:
+    def __init__(self, path: Optional[PathLike], options: CallOptions) -> None:
         self._path: Optional[PathLike] = None
-        self._stream_options = stream_options
+        self._options = options
         self._move_to(path)
 
     @classmethod
-    def _check(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]]) -> None:
+    def _check(cls, path: PathLike) -> None:
         """Raises as :meth:`Folder.at` for what cannot be such a place."""
-        Folder.at(path, stream_options)
+        Folder.at(path)
+
+    def _begin(self, path: Optional[PathLike]) -> None:
+        """Begins a save or load, at `path` if there is one; its files have one client. Raises as :meth:`_check`."""
+        self._options = self._options._replace(shared=SharedObjects())
+        self._move_to(path)
 
     def _move_to(self, path: Optional[PathLike]) -> None:
         """Goes on at `path`; ``None`` stays where it is. Raises as :meth:`_check`."""
         if path is not None:
-            self._check(path, self._stream_options)
+            self._check(path)
             self._path = path
 
     def _place(self) -> PathLike:
@@ -236,13 +245,13 @@ class Located:
 
     def _folder(self) -> Folder:
         """The folder; raises as :meth:`_place`."""
-        return Folder.at(self._place(), self._stream_options)
+        return Folder.at(self._place(), self._options)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         """Whether a checkpoint could be there, as far as the name tells."""
         try:
-            cls._check(checkpoint_id, None)
+            cls._check(checkpoint_id)
         except (TypeError, ValueError):
             return False
         return True

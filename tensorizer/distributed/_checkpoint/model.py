@@ -20,7 +20,7 @@ from tensorizer import _C
 from tensorizer._format.entries import flat_name
 from tensorizer._format.extra_state import state_name
 from tensorizer._format.names import path_of
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.shards import OpenedShards
 from tensorizer._io.sources import OpenedSource, version_of
 from tensorizer._io.uri import local_path
@@ -56,7 +56,7 @@ class ModelFiles:
         AuthenticationError: It is not what its key or a signature vouches for.
     """
 
-    def __init__(self, place: Any, access: Access, *, verify: bool, checks: Verification) -> None:
+    def __init__(self, place: Any, access: CallOptions, *, verify: bool, checks: Verification) -> None:
         options = ReadOptions(verify_hash=verify or None, allow_missing_hashes=True, verification=checks)
         self.file: OpenFile = open_file(place, access, options)
         self._verify = verify or bool(checks.stored) or (checks.where_stored and self.file.index.stores_hashes)

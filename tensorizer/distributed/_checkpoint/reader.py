@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tensorizer._io.access import Access, Trust
+from tensorizer._encryption import DecryptionParams
+from tensorizer._io.call_options import CallOptions, Trust
 from tensorizer._io.model_files import may_be_folder
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._keys import check_decryption
 from tensorizer._load.digests import verification
+from tensorizer._signing import PublicKeyArgument
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
@@ -32,9 +34,7 @@ from tensorizer.distributed._checkpoint.marker import ARRAYS, JSON, Stored, Stor
 from tensorizer.distributed._checkpoint.model import ModelFiles, Seen, SeenFile, compare
 from tensorizer.distributed._checkpoint.parts import about_name, put_together, same_parts, unsupported
 from tensorizer.distributed._checkpoint.reading import Want
-from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
-from tensorizer.signing import PublicKeyArgument
 
 DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], None]
 
@@ -107,15 +107,15 @@ class TensorizerReader(Located, StorageReader):
         public_key: PublicKeyArgument = None,
         require_authenticated: Optional[bool] = None,
     ) -> None:
-        Located.__init__(self, path, stream_options)
+        trust = Trust.of(public_key, require_authenticated)
+        options = CallOptions.to_read(stream_options=stream_options, num_readers=threads, trust=trust)
+        Located.__init__(self, path, options)
         if not callable(encryption):
             check_decryption(encryption)
         self._encryption = encryption
-        self._trust = Trust.of(public_key, require_authenticated)
         thread_limit("threads", threads)
-        self._threads = threads
-        self._verify = verify_hash or bool(self._trust.public_keys)
-        self._checks = verification(verify, stream_options)
+        self._verify = verify_hash or bool(trust.public_keys)
+        self._checks = verification(verify, options)
         self._allow_pickle = allow_pickle
         self._load_id = str(uuid.uuid4())
         self._metadata: Optional[Metadata] = None
@@ -128,7 +128,7 @@ class TensorizerReader(Located, StorageReader):
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
         """Begins a load, from `checkpoint_id` if you pass one."""
-        self._move_to(checkpoint_id)
+        self._begin(checkpoint_id)
         self._load_id = str(uuid.uuid4())
         self._forget()
 
@@ -199,7 +199,7 @@ class TensorizerReader(Located, StorageReader):
             finally:
                 self._forget()
         else:
-            files = CheckpointFiles(self._folder(), self._access(), verify=self._verify)
+            files = CheckpointFiles(self._folder(), self._with_key(), verify=self._verify)
             try:
                 with files:
                     self._read(plan, planner, files)
@@ -209,8 +209,8 @@ class TensorizerReader(Located, StorageReader):
         future.set_result(None)
         return future
 
-    def _access(self) -> Access:
-        return Access(self._params(), self._stream_options, num_readers=self._threads, trust=self._trust)
+    def _with_key(self) -> CallOptions:
+        return self._options._replace(encryption=self._params())
 
     def _params(self) -> Optional[DecryptionParams]:
         params = self._encryption() if callable(self._encryption) else self._encryption
@@ -220,11 +220,11 @@ class TensorizerReader(Located, StorageReader):
     # ---- what is there ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def _check(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]]) -> None:
+    def _check(cls, path: PathLike) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"checkpoint: expected a path or URI, got {type(path).__name__}")
         if local_path(path) is not None or scheme_of(path) == "s3":
-            Folder.at(path, stream_options)
+            Folder.at(path)
 
     def _shown(self) -> str:
         return str(shown_location(self._path))
@@ -249,7 +249,7 @@ class TensorizerReader(Located, StorageReader):
 
         def unpacked(content: bytes) -> tuple[Metadata, SeenFile]:
             self.total_bytes_read += len(content)
-            marker = unpack_marker(content, folder.join(name), self._params(), self._trust.required)
+            marker = unpack_marker(content, folder.join(name), self._params(), self._options.trust.required)
             return marker.metadata, SeenFile(len(content), "", (hashlib.sha256(content).hexdigest(),))
 
         try:
@@ -274,7 +274,7 @@ class TensorizerReader(Located, StorageReader):
     def _model_metadata(self) -> Metadata:
         """What the index of a model says, which stays open until it is read."""
         try:
-            model = ModelFiles(self._place(), self._access(), verify=self._verify, checks=self._checks)
+            model = ModelFiles(self._place(), self._with_key(), verify=self._verify, checks=self._checks)
         except (FileNotFoundError, StreamIsADirectoryError) as error:
             raise _nothing_at(self._shown(), error) from error
         self._model, self._seen = model, model.seen

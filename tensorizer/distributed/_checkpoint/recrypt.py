@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tensorizer._io.access import Access
+from tensorizer._encryption import DecryptionParams, EncryptionParams
+from tensorizer._io.call_options import CallOptions
 from tensorizer._load.open_file import BATCH_NBYTES
+from tensorizer._progress import ProgressArgument, progress_reporter
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, tensors_file, write_tensors
 from tensorizer._system.sizes import runs
@@ -19,9 +21,7 @@ from tensorizer.distributed._checkpoint.existing import read_markers, saved_in
 from tensorizer.distributed._checkpoint.folder import Folder, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.marker import JSON, Marker, SavedFile, Stored, StoredParts, pack_marker
 from tensorizer.distributed._checkpoint.parts import about_name
-from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import StreamExistsError
-from tensorizer.progress import ProgressArgument, progress_reporter
 
 
 class _Value(NamedTuple):
@@ -63,14 +63,14 @@ def recrypt(
         OSError: It cannot be read, or the target cannot be written.
     """
     begin = time.monotonic()
-    old, new = Folder.at(source, stream_options), Folder.at(target, stream_options)
+    access = CallOptions.to_read(decryption, stream_options)
+    old, new = Folder.at(source, access), Folder.at(target, access)
     if old.where == new.where:
         raise ValueError(f"{new.where}: expected another folder as the target, got that of the checkpoint itself")
     markers = read_markers(old, decryption)
     names = [marker_name(marker.rank) for marker in markers]
     if not force and any(new.exists(name) for name in {marker_name(None), *names}):
         raise StreamExistsError(f"{new.where} has a checkpoint (force replaces it)")
-    access = Access.to_read(decryption, stream_options)
     every = saved_in(markers)
     total = sum(saved.stored.nbytes for saved in every)
     has_digests = all(saved.stored.crc32 is not None or saved.stored.sha256 is not None for saved in every)
@@ -176,7 +176,7 @@ def _written(
         records,
         hashes=hashes or HASH_NAMES,
         encryption=encryption,
-        stream_options=new.stream_options,
+        options=new.options,
     ) as session:
         for run in runs(records, lambda record: record.nbytes, BATCH_NBYTES):
             write_tensors(session, _read(run, opened))

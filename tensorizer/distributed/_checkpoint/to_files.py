@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
+from tensorizer._encryption import DecryptionParams, EncryptionParams
 from tensorizer._files.contents import Contents
 from tensorizer._files.write import Plan, WriteOptions, Writers, file_in_folder, format_of, write_contents
 from tensorizer._format.names import listed
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.sources import TargetArgument, is_path
 from tensorizer._save.records import Record
 from tensorizer._system.redaction import shown_location
@@ -20,7 +21,6 @@ from tensorizer.distributed._checkpoint.folder import Folder, PathLike
 from tensorizer.distributed._checkpoint.marker import Marker
 from tensorizer.distributed._checkpoint.whole import read_whole, values_of, whole_tensors, without_prefix
 from tensorizer.distributed._ranks import Ranks
-from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import UnsupportedContentError
 
 #: Key of the metadata under which the simple values of the checkpoint are, as JSON by name.
@@ -87,9 +87,9 @@ def dcp_to_files(
     ranks = Ranks(None)
     shown_target = str(target) if is_path(target) else type(target).__name__
     with ranks.together((str(checkpoint), shown_target, prefix, max_shard_size, format)):
-        folder = Folder.at(checkpoint, stream_options)
-        reading = Access.to_read(decryption)
-        writing = Access.to_write(encryption, stream_options)
+        writing = CallOptions.to_write(encryption, stream_options)
+        reading = writing.reading(decryption)
+        folder = Folder.at(checkpoint, reading)
         format = format_of(target, format, default="safetensors")
         target = file_in_folder(target, format)
         markers = read_markers(folder, decryption)

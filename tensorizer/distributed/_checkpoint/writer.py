@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorizer import _C
+from tensorizer._encryption import EncryptionParams
 from tensorizer._format.names import listed
 from tensorizer._format.payloads import contiguous, is_copied, stored_dtype
+from tensorizer._io.call_options import CallOptions
 from tensorizer._keys import check_encryption
 from tensorizer._save.records import Record
 from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
@@ -38,7 +40,6 @@ from tensorizer.distributed._checkpoint.marker import (
     StoredParts,
     pack_marker,
 )
-from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
 _logger = logging.getLogger("tensorizer.distributed")
@@ -113,7 +114,7 @@ class TensorizerWriter(Located, StorageWriter):
         allow_pickle: bool = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        Located.__init__(self, path, stream_options)
+        Located.__init__(self, path, CallOptions.to_write(stream_options=stream_options))
         self._encryption = encryption
         if not callable(encryption):
             check_encryption(encryption)
@@ -132,7 +133,7 @@ class TensorizerWriter(Located, StorageWriter):
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
         """Begins a save, at `checkpoint_id` if you pass one."""
-        self._move_to(checkpoint_id)
+        self._begin(checkpoint_id)
         self._save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> Any:
@@ -304,7 +305,7 @@ class TensorizerWriter(Located, StorageWriter):
             encryption=params,
             max_workers=self._max_workers,
             fsync=self._fsync,
-            stream_options=self._stream_options,
+            options=self._options,
         ) as session:
             _write_batches(session, records, planner)
             facts = session.records()

@@ -16,17 +16,18 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer import stream_io
 from tensorizer._io import hub_cache
+from tensorizer._io.call_options import PLAIN, CallOptions, StreamOptions, Trust
 from tensorizer._io.forms import FolderOfForms, NoteOf
+from tensorizer._io.http_options import HTTPOptions
 from tensorizer._io.model_files import absence, each_at_once, is_index_name, is_tensors_name, is_weight
+from tensorizer._io.openers import open_stream
 from tensorizer._io.shards import parse_index
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._load.digests import AUTO, Verification
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied
-from tensorizer.progress import ProgressArgument
 
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
@@ -34,7 +35,7 @@ MANIFEST = "tensorizer_files.json"
 # The files that say what a folder holds.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
 
-# What beside a model is none of it, whatever its size.
+# Files beside a model that do not belong to it, whatever their size.
 _OF_DATA_SETS = (
     *(".parquet", ".arrow", ".jsonl", ".ndjson", ".csv", ".tsv", ".npy", ".npz", ".db", ".sqlite", ".lmdb", ".log"),
     *(".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".wav", ".flac", ".mp3", ".mp4", ".png", ".jpg"),
@@ -51,14 +52,18 @@ _URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces|buckets)/){_PART}/{
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """What a load was asked for: the arguments of ``from_pretrained``, but for the class and the source."""
+    """What a load was asked for: the arguments of ``from_pretrained``, but for the class and the source.
+
+    Attributes:
+        call: The key, the keys that may authenticate the weights, and keywords for opening URIs.
+    """
 
     revision: Optional[str] = None
     subfolder: str = ""
     cache: bool = True
     local_files_only: bool = False
     token: Any = dataclasses.field(default=None, repr=False)
-    stream_options: Optional[Mapping[str, Any]] = dataclasses.field(default=None, repr=False)  # may hold keys
+    call: CallOptions = PLAIN
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
     old_name_of_dtype: bool = False  # whether the caller wrote torch_dtype=
@@ -68,24 +73,16 @@ class LoadOptions:
     config: Any = None
     strict: bool = True
     verify: Verification = AUTO
-    encryption: Any = None
-    public_key: Any = None
-    require_authenticated: Optional[bool] = None
     allow_pickle: bool = False
     mmap: Optional[bool] = None
-    progress: ProgressArgument = False
     model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> LoadOptions:
-        """Those of a function's arguments (its ``locals()``) that are options; the others have their defaults."""
-        return cls(**{f.name: arguments[f.name] for f in dataclasses.fields(cls) if f.name in arguments})
 
     def of_base_model(self) -> LoadOptions:
         """For a model of another folder: nothing that was said about this one's files holds for it."""
-        of_model = ("dtype", "device", "device_map", "quantization_config", "progress", "model_kwargs")
+        of_model = ("dtype", "device", "device_map", "quantization_config", "model_kwargs")
         of_hub = ("cache", "local_files_only", "token", "allow_pickle")
-        return LoadOptions(**{name: getattr(self, name) for name in (*of_model, *of_hub)})
+        call = CallOptions(progress=self.call.progress, trust=Trust.of(None, None), shared=self.call.shared)
+        return LoadOptions(call=call, **{name: getattr(self, name) for name in (*of_model, *of_hub)})
 
 
 def is_small_file(name: str, folders: Collection[str]) -> bool:
@@ -109,11 +106,11 @@ class ModelFolder:
 
     Attributes:
         label: What the caller named, without secrets; becomes ``model.config.name_or_path``.
-        stream_options: Keywords for opening what :meth:`weight` gives.
+        call: For opening what :meth:`weight` gives, without the key.
     """
 
     label: str
-    stream_options: Optional[Mapping[str, Any]] = None
+    call: CallOptions = PLAIN
     has_revision = False  # whether it is one revision of a repository
     file: Optional[str] = None  # the file of weights that the caller named
     _below = ""  # the folder inside of what was opened, and a slash
@@ -164,7 +161,7 @@ class ModelFolder:
 
     def forms(self, note_of: NoteOf) -> FolderOfForms:
         """What tells whether several files of weights in it are one model."""
-        return FolderOfForms(self.label, self.weight, note_of, self.stream_options)
+        return FolderOfForms(self.label, self.weight, note_of, self.call)
 
     def _has(self, name: str) -> bool:
         raise NotImplementedError
@@ -230,7 +227,7 @@ class RemoteFolder(ModelFolder):
 
     Args:
         prefix: URI of the folder.
-        stream_options: Keywords for opening its files.
+        call: For opening its files.
         label: For messages; ``None`` is the URI without secrets.
         names: Its files, where they are known after all.
     """
@@ -238,13 +235,13 @@ class RemoteFolder(ModelFolder):
     def __init__(
         self,
         prefix: str,
-        stream_options: Optional[Mapping[str, Any]],
+        call: CallOptions,
         label: Optional[str] = None,
         names: Optional[Collection[str]] = None,
     ) -> None:
         self._prefix = folder_uri(prefix)
         self.label = shown_uri(self._prefix) if label is None else label
-        self.stream_options, self._listing, self.has_revision = stream_options, names, names is not None
+        self.call, self._listing, self.has_revision = call, names, names is not None
         self._known: dict[str, bool] = {}
         self._denied: list[str] = []  # names of which the store refused to say whether they are there
         self._folder = Path(tempfile.mkdtemp(prefix="tensorizer-"))
@@ -260,7 +257,7 @@ class RemoteFolder(ModelFolder):
         return [name for name, is_there in zip(names, each_at_once(self.has, names, self._prefix)) if is_there]
 
     def _opens(self, name: str) -> bool:
-        error = absence(self._weight(name), self.stream_options)
+        error = absence(self._weight(name), self.call)
         if error is not None and is_denied(error):
             self._denied.append(name)
         return error is None
@@ -290,7 +287,7 @@ class RemoteFolder(ModelFolder):
         content: Optional[bytes] = None
         with (
             self._noting(name),
-            stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {})) as stream,
+            open_stream(self._weight(name), "rb", self.call) as stream,
         ):
             content = stream.read()
         if content is None:
@@ -395,7 +392,8 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
         raise StreamError(f"{shown}: the hub does not say which commit that is")
     prefix = huggingface_hub.hf_hub_url(repo, "x", revision=info.sha)[: -len("/x")]
     headers = build_hf_headers(token=options.token)  # they go to the host of the hub alone
-    return RemoteFolder(prefix, {"http_options": stream_io.HTTPOptions(headers=headers)}, repo, names)
+    call = options.call._replace(stream=StreamOptions(http_options=HTTPOptions(headers=headers)))
+    return RemoteFolder(prefix, call, repo, names)
 
 
 def _cached(repo: str, revision: Optional[str], shown: str, error: Optional[Exception] = None) -> ModelFolder:
@@ -528,10 +526,10 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below))
     elif is_tensors_name(source) and not split_query(source)[1]:
         prefix, _, name = source.rpartition("/")
-        folder = RemoteFolder(prefix, options.stream_options)
+        folder = RemoteFolder(prefix, options.call)
         folder.file = name
     else:
-        folder = RemoteFolder(source, options.stream_options)
+        folder = RemoteFolder(source, options.call)
     try:
         if revision is not None and not folder.has_revision:
             raise ValueError(f"revision: only repositories of the hub have one, got {revision!r} for {folder.label}")

@@ -19,11 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tensorizer._format.dtypes import CASTABLE, is_quantised_by_torchao, known_dtype, torch_dtype
-from tensorizer._io.access import Trust
 from tensorizer._io.uri import local_path
 from tensorizer._load.arguments import meant_dtype, named_dtype, one_device
-from tensorizer._load.fit import ModuleView, shown
-from tensorizer._load.modules import Filling, ModuleFill
+from tensorizer._load.compare import ModuleView, shown
+from tensorizer._load.modules import Fill, FillOptions
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport
 from tensorizer.errors import UnsupportedContentError
@@ -187,8 +186,7 @@ def own_file_of_library(weights: Weights) -> Path:
     """
     options, folder = weights.options, weights.folder
     path = None if weights.pickled else local_path(weights.source)
-    trust = Trust.of(options.public_key, options.require_authenticated)
-    asked = options.verify.reads or options.encryption is not None or trust.required
+    asked = options.verify.reads or options.call.encryption is not None or options.call.trust.required
     usual = re.fullmatch(r"model(\.[\w.-]+)?\.safetensors(\.index(\.[\w.-]+)?\.json)?", os.path.basename(path or ""))
     if usual and not asked:
         return Path(str(path))
@@ -384,7 +382,7 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
     main = _most_common(wanted.values())
     with weights.open(device, main) as file:
         stored = file.flat_names()
-        fill = ModuleFill(view, file, stored, Filling(ties="equal"), strict=True)
+        fill = Fill(view, file, stored, FillOptions(ties="equal"), strict=True)
         if fill.hands_over or not fill.report.ok or not _kinds_fit(file, stored, wanted):
             return False
         if fill.left_on_meta:

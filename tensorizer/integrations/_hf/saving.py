@@ -24,14 +24,15 @@ from tensorizer._files.contents import (
 from tensorizer._files.copy import remove_files
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.dtypes import is_quantised_by_torchao
-from tensorizer._io.access import Access
+from tensorizer._io.call_options import CallOptions
 from tensorizer._io.forms import origin_in
 from tensorizer._io.model_files import is_weight, other_format_beside, other_forms
 from tensorizer._io.shards import ORIGIN_KEY, origin_text
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import folder_uri, local_path
-from tensorizer._load.fit import shown
+from tensorizer._load.compare import shown
 from tensorizer._load.open_file import open_whole
+from tensorizer._progress import ProgressArgument
 from tensorizer._save.compiled import unwrapped
 from tensorizer._save.records import walk_module
 from tensorizer._system.redaction import shown_location
@@ -39,7 +40,6 @@ from tensorizer._system.sizes import counted
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST
 from tensorizer.integrations._hf.objects import is_of, stem_of
-from tensorizer.progress import ProgressArgument
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
@@ -61,7 +61,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         self,
         target: Any,
         options: WriteOptions,
-        access: Access,
+        access: CallOptions,
         metadata: Mapping[str, str],
         variant: Optional[str],
         as_library: bool,
@@ -100,7 +100,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
 
     def write_file(self, source: Path, subfolder: str, stem: str) -> None:
         """A file that a library has written, in the format of this one."""
-        with open_whole(source, Access()) as file:
+        with open_whole(source, CallOptions()) as file:
             self._write(contents_of_file(file, verify=False), subfolder, stem)
 
     def _texts(self, more: Mapping[str, str]) -> dict[str, str]:
@@ -111,10 +111,10 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         name = f"{stem}.{self.format}"
         name = f"{subfolder}/{name}" if subfolder else name
         self._weights.append(name)
-        path, stream_options = self.join(name), self._access.stream_options
+        path = self.join(name)
         if not self.remote:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        beside = other_format_beside(path, stream_options)
+        beside = other_format_beside(path, self._access)
         if beside and self._is_copy:
             note = origin_text(origin_in(os.path.dirname(path), beside[0]))
             contents = contents._replace(metadata={**(contents.metadata or {}), ORIGIN_KEY: note})
@@ -129,7 +129,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
             )
         if self._options.max_shard_size is None:
             # What an earlier save left as shards, now that the model is one file; sharded saves do so themselves.
-            remove_files(other_forms(path, [path], stream_options), stream_options)
+            remove_files(other_forms(path, [path], self._access), self._access)
 
     def finish(self) -> None:
         """Writes the small files."""
@@ -141,7 +141,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         for name in names:
             if not self.remote:
                 os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
-            with WholeFile(self.join(name), self._access.stream_options) as file:
+            with WholeFile(self.join(name), self._access) as file:
                 file.append((self.staging / name).read_bytes())
 
 
@@ -173,7 +173,7 @@ def save_folder(
     if names not in ("model", "library"):
         raise ValueError(f"names: expected 'model' or 'library', got {names!r}")
     options = WriteOptions(format=format_of("", format), ties=ties, max_shard_size=max_shard_size)
-    access = Access.to_write(encryption, stream_options, progress)
+    access = CallOptions.to_write(encryption, stream_options, progress)
     with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library", is_copy) as where:
         if is_plain:
             _save_module(obj, tokenizer, where)

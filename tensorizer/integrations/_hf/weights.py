@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tensorizer._files.contents import check_pickled, files_of_index, read_pickled
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.call_options import NOBODY
 from tensorizer._io.forms import choose
 from tensorizer._io.model_files import find_model, find_pickled, form_stem, usual_names
 from tensorizer._load.arguments import target_device
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     @property
     def _mmap(self) -> Optional[bool]:
         """What was asked for. A model whose data are to be checked is read: a mapping may change afterwards."""
-        checked = self.options.verify.reads or self.options.public_key is not None
+        checked = self.options.verify.reads or bool(self.options.call.trust.public_keys)
         return False if self.options.mmap is None and checked else self.options.mmap
 
     def open(
@@ -54,11 +54,9 @@ class Weights(NamedTuple):
         filter_func: Any = None,
     ) -> OpenFile:
         """The file, with nothing read but its index."""
-        options = self.options
-        trust = Trust.of(options.public_key, options.require_authenticated)
-        access = Access.to_read(options.encryption, self.folder.stream_options, None, options.progress, trust)
-        how = ReadOptions(target_device(device), dtype, self._mmap).verifying(options.verify.inside(self.folder.inside))
-        return open_file(self.source, access, how, filter_func)
+        verify = self.options.verify.inside(self.folder.inside)
+        how = ReadOptions(target_device(device), dtype, self._mmap).verifying(verify)
+        return open_file(self.source, self.options.call._replace(stream=self.folder.call.stream), how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All tensors in host memory, with the dtypes that are stored."""
@@ -93,7 +91,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions, any_name:
     if len({form_stem(name) for name in found}) > 1 and listing is not None:
         raise FormatError(f"{folder.label}: expected one index or one model file, got {', '.join(found)[:300]}")
     if len(found) > 1:
-        note = functools.partial(note_of, Access(options.encryption, folder.stream_options))
+        note = functools.partial(note_of, options.call._replace(stream=folder.call.stream))
         found = [choose(found, folder.forms(note))]
     if found:
         return Weights(folder.weight(found[0]), False, folder, options)
@@ -106,7 +104,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions, any_name:
             f"{folder.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
             "nothing in it is run)"
         )
-    if options.public_key is not None or Trust.of(None, options.require_authenticated).required:
+    if options.call.trust != NOBODY:
         raise AuthenticationError(f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches")
     if options.mmap:
         raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")

@@ -210,7 +210,7 @@ def check_header(name: Any, value: Any) -> None:
         raise ValueError(f"headers: {name} is set by every request itself; use begin= and end= for a range")
     if value is None or isinstance(value, (bytes, bytearray, memoryview)):
         raise TypeError(f"headers: the value of {name}: expected text or a number, got {type(value).__name__}")
-    if any(c in str(value) for c in "\r\n\0"):
+    if not {"\r", "\n", "\0"}.isdisjoint(str(value)):
         raise ValueError(f"headers: the value of {name} has a line break or a NUL")
     checks.text(f"headers: the value of {name}", str(value))
 

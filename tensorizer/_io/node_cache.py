@@ -357,7 +357,7 @@ class CachedObject:
 
 
 def open_to_look(folder: _C.CacheFolder, key: tuple[str, str], nbytes: int, name: str) -> Optional[_C.CacheSource]:
-    """An entry, which no one removes until it is closed; ``None`` where there is none, or only a damaged one."""
+    """An entry, which stays until it is closed; ``None`` if it is missing or damaged."""
     return _C.CacheSource.open(
         folder, None, location=key[0], version=key[1], nbytes=nbytes, about="",
         max_nbytes=None, min_free_nbytes=0, name=name,

@@ -48,7 +48,7 @@ class ModuleView:
         module: The module.
         modules: All modules in it by path, under each path that ``state_dict`` goes through.
         slots: The places for tensors, by the names of state dicts; those that state dicts leave out, too.
-        takers: The modules that take extra state, by its name.
+        extra_state_modules: The modules that take extra state, by its name.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -60,7 +60,7 @@ class ModuleView:
             for is_buffer, registered in ((False, child._parameters), (True, child._buffers)):
                 for name, tensor in registered.items():
                     self.slots[prefix + name] = Slot(child, name, is_buffer, tensor)
-        self.takers = {state_name(path): m for path, m in self.modules.items() if takes_state(m)}
+        self.extra_state_modules = {state_name(path): m for path, m in self.modules.items() if takes_state(m)}
 
     @functools.cached_property
     def groups(self) -> list[list[str]]:
@@ -98,7 +98,7 @@ class ModuleView:
     @property
     def takes_state_dict(self) -> bool:
         """Whether modules do more with a state dict than put tensors in their places, which names do not tell."""
-        return self.changes_state_dict or bool(self.takers)
+        return self.changes_state_dict or bool(self.extra_state_modules)
 
     @property
     def assigns(self) -> bool:
@@ -126,14 +126,14 @@ class ModuleView:
 
     def states_stored(self, file: OpenFile, stored: Mapping[str, int], by_modules: bool) -> list[str]:
         """Extra states that are tensors of the file. In one that lists what modules hold, such a name is another's."""
-        there = [name for name in self.takers if name in stored]
+        there = [name for name in self.extra_state_modules if name in stored]
         return [name for name in there if not by_modules or file.type(stored[name]) is TensorType.STATE_DICT]
 
     def states_given(self, *supplied: Collection[str]) -> dict[str, str]:
         """From the names of extra states to those that a file has for their modules, which may have several names."""
-        there = [name for name in self.takers if any(name in names for names in supplied)]
-        first = {id(self.takers[name]): name for name in reversed(there)}
-        return {n: n if n in there else first[id(m)] for n, m in self.takers.items() if id(m) in first}
+        there = [name for name in self.extra_state_modules if any(name in names for names in supplied)]
+        first = {id(self.extra_state_modules[name]): name for name in reversed(there)}
+        return {n: n if n in there else first[id(m)] for n, m in self.extra_state_modules.items() if id(m) in first}
 
 
 def is_dtensor(value: Any) -> bool:
@@ -192,7 +192,7 @@ def decide(
         states: Extra states that the file holds apart from its tensors, by name.
         by_modules: The file lists what modules hold, and not a state dict: tensors that have no place in the module, or
             one of another shape, are loaded all the same, and an extra state is never ``None``. Where the file was
-            written from a state dict, nobody knows whether what the module lacks was a parameter or a buffer, so that
+            written from a state dict, it is unknown whether what the module lacks was a parameter or a buffer, so that
             is not loaded.
         expects: Whether the file should have a name that it lacks; ``None``: each.
         may_lack: Names that are no difference, on whichever side they are missing; ``None``: none.
@@ -241,13 +241,13 @@ def decide(
         elif slot.in_state_dict:
             missing.append(name)
     given = view.states_given(states, stored_states)
-    for name, module in view.takers.items():
+    for name, module in view.extra_state_modules.items():
         if name not in given and (expects is None or expects(name)) and (by_modules or not is_without_state(module)):
             missing.append(name)
     if by_modules:
         beside = saved_beside(view.module)
         missing += [name for name in beside if name not in stored and (expects is None or expects(name))]
-    unexpected += [name for name in states if name not in view.takers]
+    unexpected += [name for name in states if name not in view.extra_state_modules]
     return LoadReport(
         module=type(view.module).__name__,
         source=file.source_name,

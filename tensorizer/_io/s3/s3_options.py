@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 from urllib.parse import unquote_plus
 
-from tensorizer._io.options import HTTPOptions
+from tensorizer._io.http_options import HTTPOptions
 from tensorizer._io.uri import is_arn, split_uri
 from tensorizer._system import checks
 
 if TYPE_CHECKING:
+    from tensorizer._io.call_options import StreamOptions
     from tensorizer._io.certificates import CAInfo
 
 ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
@@ -21,6 +22,19 @@ ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
 # Where keys go for which nobody names an endpoint.
 READ_ENDPOINT = "accel-object.ord1.coreweave.com"
 WRITE_ENDPOINT = "object.ord1.coreweave.com"
+
+
+@dataclasses.dataclass
+class Defaults:
+    """What programs may assign in ``stream_io``: endpoints where nobody names one, and files of s3cmd."""
+
+    read_endpoint: str = READ_ENDPOINT
+    write_endpoint: str = WRITE_ENDPOINT
+    config_paths: tuple[str, ...] = (os.path.expanduser("~/.s3cfg"),)
+
+
+#: Looked up by every call.
+DEFAULTS = Defaults()
 
 
 class S3Location(NamedTuple):
@@ -111,11 +125,27 @@ class S3Options:
     write_endpoint: str = dataclasses.field(default=WRITE_ENDPOINT, repr=False)
 
     @classmethod
-    def of(cls, keywords: Mapping[str, Any], **defaults: Any) -> S3Options:
-        """From keywords of ``open_stream``, of which those that S3 has no use for are passed over."""
-        names = {field.name for field in dataclasses.fields(cls)} - defaults.keys()
-        given = {name.removeprefix("s3_"): value for name, value in keywords.items()}
-        return cls(**{name: value for name, value in given.items() if name in names}, **defaults)
+    def of(cls, stream: StreamOptions) -> S3Options:
+        """From the keywords of ``open_stream`` that S3 uses, and the defaults as they are now."""
+        return cls(
+            access_key_id=stream.s3_access_key_id,
+            secret_access_key=stream.s3_secret_access_key,
+            endpoint=stream.s3_endpoint,
+            config_path=stream.s3_config_path,
+            force_http=stream.force_http,
+            region_name=stream.s3_region_name,
+            signature_version=stream.s3_signature_version,
+            session_token=stream.s3_session_token,
+            profile=stream.s3_profile,
+            client_factory=stream.s3_client_factory,
+            extra_args=stream.s3_extra_args,
+            memory_budget=stream.memory_budget,
+            certificate_handling=stream.certificate_handling,
+            http_options=stream.http_options or HTTPOptions(),  # one for all objects of the call
+            default_config_paths=DEFAULTS.config_paths,
+            read_endpoint=DEFAULTS.read_endpoint,
+            write_endpoint=DEFAULTS.write_endpoint,
+        )
 
     @property
     def trust(self) -> Optional[CAInfo]:
