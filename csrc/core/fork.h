@@ -18,10 +18,12 @@ uint64_t fork_generation() noexcept;
 // forked child, which has a copy of the object, leaves those alone.
 class OwnerProcess {
  public:
+  OwnerProcess() noexcept : generation_(fork_generation()) {}
+
   bool is_this_one() const noexcept { return generation_ == fork_generation(); }
 
  private:
-  uint64_t generation_ = fork_generation();
+  uint64_t generation_;
 };
 
 // A T that a forked child has anew, made when it is first asked for there. What the parent has made

@@ -14,8 +14,10 @@ constexpr std::chrono::milliseconds kLinger{100};
 }  // namespace
 
 struct ProcessJob::State {
+  explicit State(std::function<void()> job) : run(std::move(job)) {}
+
   std::function<void()> run;
-  const OwnerProcess owner = {};
+  const OwnerProcess owner;
   Mutex mutex;
   CondVar changed;
   bool ended GUARDED_BY(mutex) = false;
