@@ -80,14 +80,15 @@ std::vector<uint64_t> element_sums(const std::vector<std::tuple<Memory, size_t, 
 std::shared_ptr<CheckedDelta> check(const Memory& positions, const Memory& values, uint64_t count,
                                     size_t itemsize, const std::string& tensor) {
   return run_interruptible(place_of_work(positions.second + values.second),
-                           [&](const std::stop_token&) {
-                             return std::make_shared<CheckedDelta>(sync::StoredDelta{
+                           [&](const std::stop_token& stop) {
+                             const sync::StoredDelta stored{
                                  .positions = span_of(positions),
                                  .values = span_of(values),
                                  .count = count,
                                  .itemsize = itemsize,
                                  .tensor = tensor,
-                             });
+                             };
+                             return std::make_shared<CheckedDelta>(stored, cpu_quota(), stop);
                            });
 }
 

@@ -318,7 +318,7 @@ std::vector<Difference> take_differences(std::span<const Copies> tensors, unsign
   return differences;
 }
 
-CheckedDelta::CheckedDelta(const StoredDelta& stored)
+CheckedDelta::CheckedDelta(const StoredDelta& stored, unsigned workers, const std::stop_token& stop)
     : positions_(stored.positions),
       values_(stored.values),
       count_(stored.count),
@@ -349,13 +349,18 @@ CheckedDelta::CheckedDelta(const StoredDelta& stored)
     fail("'values': expected " + std::to_string(changed_) + " elements of " +
          std::to_string(itemsize_) + " bytes, got " + std::to_string(values_.size()) + " bytes");
   with_itemsize(itemsize_, [&]<size_t kItemsize>() {
-    for (size_t piece = 0; piece + 1 < marks_.size(); ++piece)
+    std::vector<uint64_t> sums(marks_.size() - 1);
+    for_each_index(sums.size(), workers, stop, [&](size_t piece, const std::stop_token&) {
+      uint64_t sum = 0;
       for_positions(
           *this, piece, [](uint64_t) {},
           [&](uint64_t number, uint64_t index) {
-            sum_of_values_ +=
+            sum +=
                 mixed(mixed_number(number), Element<kItemsize>(values_.data() + index * kItemsize));
           });
+      sums[piece] = sum;
+    });
+    for (const uint64_t sum : sums) sum_of_values_ += sum;
   });
 }
 

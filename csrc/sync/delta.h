@@ -68,8 +68,10 @@ class CheckedDelta {
     size_t offset = 0;   // of its bytes
   };
 
-  // Error(malformed) that names the tensor where the bytes are no delta of it.
-  explicit CheckedDelta(const StoredDelta& stored);
+  // Works on at most `workers` threads. Error(malformed) that names the tensor where the bytes are
+  // no delta of it.
+  explicit CheckedDelta(const StoredDelta& stored, unsigned workers = 1,
+                        const std::stop_token& stop = {});
 
   uint64_t changed() const noexcept { return changed_; }
   uint64_t count() const noexcept { return count_; }

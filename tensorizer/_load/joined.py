@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from tensorizer import _C
 from tensorizer._format.names import Name, name_of
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from tensorizer._load.open_index import IndexReader
 
 logger = logging.getLogger("tensorizer.serialization")
-
-
-def _of_its_file(name: str) -> Callable[[JoinedIndex, int], Any]:
-    """A fact about one entry, which the index of its file tells."""
-
-    def fact(self: JoinedIndex, i: int) -> Any:
-        file, local = self.locate(i)
-        return getattr(self.indexes[file], name)(local)
-
-    return fact
 
 
 class JoinedIndex:
@@ -62,16 +52,49 @@ class JoinedIndex:
         file = bisect.bisect_right(self.begins, i) - 1
         return file, i - self.begins[file]
 
-    container_dtype = _of_its_file("container_dtype")
-    data_nbytes = _of_its_file("data_nbytes")
-    data_offset = _of_its_file("data_offset")
-    dtype = _of_its_file("dtype")
-    entry_version = _of_its_file("entry_version")
-    loaded_nbytes = _of_its_file("loaded_nbytes")
-    offset = _of_its_file("offset")
-    shape = _of_its_file("shape")
-    stored_name = _of_its_file("stored_name")
-    type = _of_its_file("type")
+    def _of_file(self, i: int) -> tuple[_C.Index, int]:
+        file, local = self.locate(i)
+        return self.indexes[file], local
+
+    def container_dtype(self, i: int) -> str:
+        index, local = self._of_file(i)
+        return index.container_dtype(local)
+
+    def data_nbytes(self, i: int) -> int:
+        index, local = self._of_file(i)
+        return index.data_nbytes(local)
+
+    def data_offset(self, i: int) -> int:
+        index, local = self._of_file(i)
+        return index.data_offset(local)
+
+    def dtype(self, i: int) -> bytes:
+        index, local = self._of_file(i)
+        return index.dtype(local)
+
+    def entry_version(self, i: int) -> int:
+        index, local = self._of_file(i)
+        return index.entry_version(local)
+
+    def loaded_nbytes(self, i: int) -> int:
+        index, local = self._of_file(i)
+        return index.loaded_nbytes(local)
+
+    def offset(self, i: int) -> int:
+        index, local = self._of_file(i)
+        return index.offset(local)
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        index, local = self._of_file(i)
+        return index.shape(local)
+
+    def stored_name(self, i: int) -> bytes:
+        index, local = self._of_file(i)
+        return index.stored_name(local)
+
+    def type(self, i: int) -> int:
+        index, local = self._of_file(i)
+        return index.type(local)
 
     def total_loaded_nbytes(self, selection: Sequence[int]) -> int:
         """Bytes of the selected tensors in memory, each counted once."""
