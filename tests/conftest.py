@@ -57,6 +57,14 @@ def thread_count() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else threading.active_count()
 
 
+def threads_end(most: int) -> bool:
+    """Whether at most so many threads are left, now or soon: idle ones of the extension end after a tenth of a second."""
+    deadline = time.monotonic() + 30
+    while thread_count() > most and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return thread_count() <= most
+
+
 @pytest.fixture
 def leaves_no_descriptors():
     before = open_descriptors()

@@ -629,7 +629,12 @@ def file_of(
         if not options.without_key:
             file.verify_by(options.verify_hash)
             if options.verification.where_stored and file.index.stores_hashes:
-                file.verify_by(True)
+                try:
+                    file.verify_by(True)
+                except HashMismatchError:
+                    if file.index.encrypted:  # a record tells whether the tag of its file was removed
+                        file.read(file.selection[:1], verify=True)
+                    raise
     except BaseException:
         opened.close()
         raise

@@ -679,6 +679,7 @@ def test_a_checkpoint_is_there_already_only_where_the_status_says_so(monkeypatch
     pytest.importorskip("boto3")
     from servers.http_faults import FaultyServer, Reply
 
+    from tensorizer._io.call_options import CallOptions
     from tensorizer.distributed._checkpoint.folder import Folder
     from tensorizer.errors import StreamError, StreamExistsError
 
@@ -687,7 +688,7 @@ def test_a_checkpoint_is_there_already_only_where_the_status_says_so(monkeypatch
     for status, found in ((503, StreamError), (500, StreamError), (412, StreamExistsError), (409, StreamExistsError)):
         with FaultyServer(b"", default=Reply(status=status)) as server:
             options = {"s3_endpoint": f"http://127.0.0.1:{server.port}", "force_http": True, **keys}
-            folder = Folder.at("s3://bucket/run-412", options)
+            folder = Folder.at("s3://bucket/run-412", CallOptions.to_write(stream_options=options))
             with pytest.raises(OSError) as caught:
                 folder.write(".metadata", b"content", fsync=False, replace=False)
             assert type(caught.value) is found, status

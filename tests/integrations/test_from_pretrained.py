@@ -20,7 +20,7 @@ from servers.file_server import serve_folder
 from servers.s3_recorder import S3Recorder
 
 import tensorizer
-from tensorizer import _C, DecryptionParams, EncryptionParams, progress
+from tensorizer import _C, DecryptionParams, EncryptionParams, _progress
 from tensorizer._load.compare import ModuleView
 from tensorizer._load.modules import Fill, FillOptions, module_names
 from tensorizer.errors import FormatError, LoadError, MissingHashError, UnsupportedContentError
@@ -863,7 +863,7 @@ def test_a_bar_appears_by_default_on_a_terminal_alone(tmp_path, monkeypatch, cap
     for on_terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda on_terminal=on_terminal: on_terminal, raising=False)
         monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr(progress, "bars", lambda delay: print(f"a bar after {delay} s"))
+        monkeypatch.setattr(_progress, "bars", lambda delay: print(f"a bar after {delay} s"))
         save_pretrained(tiny_models.llama(), tmp_path)
         from_pretrained(tmp_path, mmap=False)
         assert capsys.readouterr().out == ("a bar after 1.0 s\n" * 2 if on_terminal else "")

@@ -15,7 +15,7 @@ import time
 import traceback
 
 import pytest
-from conftest import open_descriptors, thread_count
+from conftest import open_descriptors, thread_count, threads_end
 from servers import needs
 from servers.redis_server import RedisServer, free_port, redis_is_installed
 
@@ -594,7 +594,7 @@ class TestNetwork:
             del stream
             with pytest.raises(StreamNotFoundError):
                 RedisStreamFile(server.uri("not there"))
-        assert thread_count() <= threads
+        assert threads_end(threads)
         assert {d for d in open_descriptors() - before if "socket" in d[1]} == set()
 
     def test_a_forked_child_uses_connections_of_its_own(self, server):

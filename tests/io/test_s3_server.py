@@ -15,7 +15,7 @@ import time
 import golden_files
 import pytest
 import torch
-from conftest import open_descriptors, tcp_sockets, thread_count
+from conftest import open_descriptors, tcp_sockets, thread_count, threads_end
 from http_tools import tuned
 from samples import assert_same, tensor
 from servers import needs
@@ -369,7 +369,7 @@ class TestStreamingWrites:
             owned.clear()
         assert not exists(store, "lost")
         assert uploads(store) == []
-        assert thread_count() <= threads
+        assert threads_end(threads)
 
     def test_an_existing_object_stays_until_the_new_one_is_whole(self, store, small_parts):
         store.boto.put_object(Bucket="bucket", Key="old", Body=b"old")

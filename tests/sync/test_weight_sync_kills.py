@@ -93,7 +93,7 @@ PUBLISH = (
     + """
 import torch
 from tensorizer import _C
-from tensorizer._io import sinks
+from tensorizer._io import new_files
 from tensorizer._sync import files
 from tensorizer._sync.stores import FolderStore
 from tensorizer.weight_sync import WeightPublisher
@@ -102,8 +102,8 @@ torch.manual_seed(seed)
 model = {"a": torch.randn(3000), "b": torch.randn(50)}
 publisher = WeightPublisher(folder, anchor_every=2, keep=1)
 die_at(n, (_C.SaveSession, "begin_call"), (_C.SaveSession, "write_payloads"), (_C.SaveSession, "finish_call"),
-       (_C.SaveSession, "finish"), (FolderStore, "write_pointer"), (sinks.NewFile, "complete"),
-       (sinks.NewFile, "publish"), (os, "unlink"), (os, "fsync"), (os, "replace"))
+       (_C.SaveSession, "finish"), (FolderStore, "write_pointer"), (new_files.NewFile, "complete"),
+       (new_files.NewFile, "publish"), (os, "unlink"), (os, "fsync"), (os, "replace"))
 for step in range(3):
     model["a"][step] += 1
     print(publisher.publish(model, metadata={"seed": str(seed), "step": str(step)}).version, flush=True)
