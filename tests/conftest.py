@@ -58,7 +58,7 @@ def thread_count() -> int:
 
 
 def threads_end(most: int) -> bool:
-    """Whether at most so many threads are left, now or soon: idle ones of the extension end after a tenth of a second."""
+    """Whether at most so many threads are left, now or soon: idle ones of the extension end soon."""
     deadline = time.monotonic() + 30
     while thread_count() > most and time.monotonic() < deadline:
         time.sleep(0.02)
