@@ -1,27 +1,40 @@
 #!/usr/bin/env python3
 """Writes docs/what-ran-where.md from the records in ran.json.
 
-    ran.py                                         writes the page
-    ran.py WHAT SYSTEM PYTHON TORCH COMMAND RESULT  adds a record, then writes the page
+    ran.py                                                writes the page
+    ran.py COLUMN WHAT SYSTEM PYTHON TORCH COMMAND RESULT  adds a record, then writes the page
 
-A record is one run that somebody saw: the page says nothing that is not one.
+A record is one command that somebody ran and saw end: nothing else may be on the page. COLUMN is a column of the
+matrix, or empty. SYSTEM, PYTHON and TORCH are one version, or as many as there were combinations, with commas.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "what-ran-where.md"
 RECORDS = Path(__file__).with_name("ran.json")
-FIELDS = ("what", "system", "python", "torch", "command", "result")
+FIELDS = ("column", "what", "system", "python", "torch", "command", "result")
+COLUMNS = ("wheel", "wheel, tests", "checkout, tests", "builds")
+PLACE = ("python", "system", "torch")  # what a row of the matrix is of
 HEAD = """<!-- scripts/site/ran.py writes this page from ran.json. -->
-# What ran where
+# Tested versions
 
-Each row is one run, on x86-64 and the CPU unless the row says otherwise. Nobody has tried combinations that are not
-listed. Nothing has run on a GPU, on macOS, on Windows, or natively on aarch64. *Earlier* wheels have the same
-libraries, of the same versions, from Debian's source packages.
+Each cell says whether a run passed, with the number of the run in the [list below](#the-runs). *Partly* means that some
+tests failed or could not run; the list says which. Nobody tried what has an empty cell or no row.
+
+All runs are on x86-64 Linux and the CPU unless the list says otherwise. Nothing has run on a GPU, on macOS, on Windows,
+or natively on aarch64.
+
+"""
+RUNS = """
+## The runs
+
+*Earlier* wheels have the same libraries, of the same versions, from Debian's source packages.
 
 """
 LIMITS = """
@@ -34,20 +47,55 @@ LIMITS = """
 """
 
 
+def places(record: dict[str, str]) -> list[tuple[str, ...]]:
+    """The combinations of PLACE that a record is about: lists go together item by item, a single item with all."""
+    lists = [record[field].split(", ") for field in PLACE]
+    count = max(map(len, lists))
+    if any(len(items) not in (1, count) for items in lists):
+        raise ValueError(f"{record['what']}: expected one or {count} of each of {', '.join(PLACE)}, got {lists}")
+    return list(zip(*(items * count if len(items) == 1 else items for items in lists)))
+
+
+def in_order(place: tuple[str, ...]) -> list[Any]:
+    """A key that sorts versions by their numbers."""
+    return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item)] for item in place]
+
+
+def cell(records: list[dict[str, str]], column: str, place: tuple[str, ...]) -> str:
+    found = []
+    for number, record in enumerate(records, 1):
+        if record["column"] == column and place in places(record):
+            passed = record["result"].startswith("passed") and "failed" not in record["result"]
+            found.append(f"{'passed' if passed else '*partly*'} ({number})")
+    return ", ".join(found)
+
+
+def table(head: tuple[str, ...], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [list(head), ["---"] * len(head), *rows])
+
+
 def page(records: list[dict[str, str]]) -> str:
-    rows = [" | ".join(FIELDS), "|".join("---" for _ in FIELDS)]
-    rows += [" | ".join(record[field] for field in FIELDS) for record in records]
-    return HEAD + "".join(f"| {row} |\n" for row in rows) + LIMITS
+    unknown = {record["column"] for record in records} - {*COLUMNS, ""}
+    if unknown:
+        raise ValueError(f"expected a column of {', '.join(COLUMNS)}, got {', '.join(unknown)}")
+    of_matrix = {place for record in records if record["column"] for place in places(record)}
+    matrix = [
+        [*place, *(cell(records, column, place) for column in COLUMNS)] for place in sorted(of_matrix, key=in_order)
+    ]
+    fields = FIELDS[1:]
+    runs = [[str(number), *(record[field] for field in fields)] for number, record in enumerate(records, 1)]
+    return HEAD + table((*PLACE, *COLUMNS), matrix) + RUNS + table(("run", *fields), runs) + LIMITS
 
 
 def main() -> None:
     records = json.loads(RECORDS.read_text())
     if len(sys.argv) == 1 + len(FIELDS):
         records.append(dict(zip(FIELDS, sys.argv[1:])))
-        RECORDS.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n")
     elif len(sys.argv) != 1:
         sys.exit(f"usage: ran.py [{' '.join(field.upper() for field in FIELDS)}]")
-    PAGE.write_text(page(records))
+    text = page(records)  # first, so that a wrong record is not kept
+    RECORDS.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n")
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

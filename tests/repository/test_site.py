@@ -97,6 +97,25 @@ def test_the_page_of_what_ran_is_what_its_records_give(monkeypatch):
     assert all(record["result"] in page for record in records)
 
 
+def test_the_matrix_of_tested_versions_has_a_row_for_each_combination_and_names_its_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "site"))
+    ran = pytest.importorskip("ran")
+    one = {"column": "wheel", "what": "one", "system": "Debian", "command": "make", "result": "passed: 3"}
+    records = [
+        {**one, "python": "3.9, 3.10", "torch": "2.1, 2.8"},
+        {**one, "python": "3.10", "torch": "2.8, 2.10", "result": "2 passed, 1 failed", "column": "builds"},
+        {**one, "python": "", "torch": "", "column": ""},
+    ]
+    rows = [line for line in ran.page(records).splitlines() if line.startswith("| 3.")]
+    assert rows == [
+        "| 3.9 | Debian | 2.1 | passed (1) |  |  |  |",
+        "| 3.10 | Debian | 2.8 | passed (1) |  |  | *partly* (2) |",
+        "| 3.10 | Debian | 2.10 |  |  |  | *partly* (2) |",
+    ]
+    with pytest.raises(ValueError, match="one: expected one or 3 of each of python, system, torch"):
+        ran.page([{**one, "python": "3.9, 3.10", "torch": "2.1, 2.8, 2.9"}])
+
+
 class Page(html.parser.HTMLParser):
     """Addresses that a page refers to, and the places in it that others can refer to."""
 
