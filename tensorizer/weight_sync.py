@@ -1,6 +1,6 @@
 """New weights for live models: :class:`WeightPublisher` publishes them, :class:`WeightFollower` puts them in place.
 
-``docs/weight-sync.md`` says what lies in the store, what it costs, and what it cannot find.
+``docs/weight-sync.md`` describes the files in the store, the costs and the limits.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Published(NamedTuple):
     """What :meth:`WeightPublisher.publish` has written.
 
     Attributes:
-        version: Its number.
-        kind: ``"anchor"`` if its tensors were written as a whole, otherwise ``"delta"``.
-        nbytes: Bytes of its files: of an anchor, those of the delta beside it, too.
-        changed: Elements that differ from those of the version before; all of them if there is none to compare with.
+        version: The number of the version.
+        kind: ``"anchor"`` if all tensors were written, ``"delta"`` if only the changed elements were.
+        nbytes: Bytes of the files. For an anchor, this includes the delta beside it.
+        changed: Elements that differ from the version before. Without a version to compare with, all elements.
         total: Elements of all tensors; tensors with several names count once.
     """
 
@@ -89,7 +89,7 @@ class Applied(NamedTuple):
     """What :meth:`WeightFollower.apply` has written.
 
     Attributes:
-        version: What the target holds now; ``None`` if it is between two versions.
+        version: The version that the target holds now; ``None`` if it is between two versions.
         tensors: Tensors that were written; those with several names count once.
         elements: Elements that were written.
     """
@@ -139,29 +139,29 @@ class _Snapshot:
 
 
 class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
-    """Publishes versions of a model's weights: whole ones now and then, and what changed in between.
+    """Publishes versions of a model's weights: now and then all tensors, and in between the changed elements.
 
-    One publisher writes to a place. In a folder, a lock keeps others out. In S3, a newer publisher takes over, and the
-    older one raises ``ConflictError`` at its next :meth:`publish`.
+    Each location has one publisher. A folder is locked, so a second publisher raises ``ConflictError``. In S3, a newer
+    publisher takes over, and the older one raises ``ConflictError`` at its next :meth:`publish`.
 
-    A publisher keeps a copy of the tensors in host memory, to which the next ones are compared. Do not change tensors
+    A publisher keeps a copy of the tensors in host memory, and compares the next version with it. Do not change tensors
     while :meth:`publish` runs.
 
     Args:
         location: A folder, a ``file://`` URI or an ``s3://`` prefix. A missing folder is made.
-        anchor_every: Every so many versions all tensors are written as a whole, for followers that join or are far
-            behind. The default keeps that below a thirtieth of the bytes if 1 % of the elements change.
-        keep: So many of these stay, and what was published since the oldest of them. 2 lets a follower take as long for
-            a download as `anchor_every` versions take.
+        anchor_every: Number of versions from one anchor to the next. An anchor holds all tensors, for followers that
+            join or are far behind. With the default, anchors add a fiftieth of the model to each version on average.
+        keep: Number of anchors that are kept, with the deltas since the oldest of them. The default of 2 gives a
+            follower the time of `anchor_every` versions for a download.
         encryption: Encrypts every file with this key.
         signing_key: Signs every file.
         stream_options: Keywords of :func:`tensorizer.stream_io.open_stream` for URIs.
         hashes: As for :class:`TensorSerializer`; SHA-256 must be among them.
-        new_run: Begins a run of its own at a place that has one: followers that do not pin the old one go over to it.
+        new_run: Begins a new run if the location has one already. Followers that do not pin the old run switch to it.
 
     Raises:
-        ValueError: A location of another kind, `hashes` without SHA-256, numbers below 1.
-        TypeError: An argument of another type.
+        ValueError: The location is not a folder or ``s3://`` prefix, `hashes` lacks SHA-256, or a number is below 1.
+        TypeError: An argument has a wrong type.
 
     Examples:
         >>> import tempfile, torch
@@ -214,7 +214,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         self._since_anchor = 0
 
     def close(self) -> None:
-        """Lets others publish, and frees the copy of the tensors. A second call does nothing."""
+        """Lets other publishers begin, and frees the copy of the tensors. A second call does nothing."""
         with self._lock:
             self._closed, self._snapshot = True, None
             self._store.close()
@@ -232,23 +232,24 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         *,
         metadata: Optional[Mapping[str, str]] = None,
     ) -> Published:
-        """Publishes a version. Followers can see it when this returns, and never a part of it.
+        """Publishes a version. Followers can see it when this method returns; they never see a part of it.
 
-        If it raises, followers see the version before, and the next call writes all tensors as a whole. After a
-        ``ConflictError`` every later call raises it again.
+        If it raises, followers see the version before, and the next call writes an anchor. After a ``ConflictError``,
+        every later call raises it again.
 
         Args:
-            tensors: A module (its state dict is meant), or a mapping from names to tensors on any device.
-            version: A number above that of the last version and below 10^12; ``None`` is the next one. The first is 0.
+            tensors: A module, of which the state dict is published, or a mapping from names to tensors on any device.
+            version: The number, above that of the last version and below 10^12. ``None`` takes the next number; the
+                first is 0.
             metadata: Texts that followers get with the version, by key.
 
         Raises:
-            ConflictError: Another publisher writes here.
-            ValueError: The version is not above the last one; a key of `metadata` that the library uses itself; no
-                tensors, or one without data.
-            TypeError: Something else than tensors.
-            NotImplementedError: A tensor that files cannot hold, such as a sparse one.
-            OSError: The place cannot be read or written.
+            ConflictError: Another publisher writes to the location.
+            ValueError: The version is not above the last one, the library itself uses a key of `metadata`, there are no
+                tensors, or a tensor has no data.
+            TypeError: A value is not a tensor.
+            NotImplementedError: Files cannot hold a tensor, for example because it is sparse.
+            OSError: The location cannot be read or written.
         """
         texts = check_metadata(metadata)
         taken = sorted(KEYS.intersection(texts))
@@ -461,35 +462,38 @@ class _Staged:
 class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
     """Keeps the tensors of a model at the newest version that a :class:`WeightPublisher` has published.
 
-    The constructor loads the newest version. Then :meth:`fetch` downloads and checks what is new without touching the
-    tensors, and :meth:`apply` writes it in place: every tensor keeps its ``data_ptr``, and all or nothing is written.
+    The constructor loads the newest version. Then :meth:`fetch` downloads and checks a newer version without touching
+    the tensors, and :meth:`apply` writes it in place. Every tensor keeps its ``data_ptr``. A version is written
+    completely or not at all.
 
     Several threads may use one follower; their calls wait for each other, except for :attr:`version`,
     :attr:`metadata` and :attr:`changed`.
 
     Args:
-        location: Where the publisher writes: a folder, a ``file://`` or ``s3://`` URI, or an ``http(s)://`` URL of it.
-        target: A module, a mapping of names to tensors, or ``None``: the follower then has a copy in host memory,
+        location: The location of the publisher: a folder, a ``file://`` or ``s3://`` URI, or an ``http(s)://`` URL that
+            serves it.
+        target: A module or a mapping of names to tensors. With ``None``, the follower keeps a copy in host memory,
             :attr:`tensors`.
         version: The version to load; ``None`` is the newest.
-        strict: Raises if the target lacks names. ``False`` leaves these out.
+        strict: Raises if the target lacks names of the version. ``False`` skips these names.
         stream_options: Keywords of :func:`tensorizer.stream_io.open_stream` for URIs.
         encryption: The key of encrypted files.
-        public_key: Takes only files that one of these keys has signed.
-        run: Follows this run only, 32 hexadecimal digits. ``None`` goes over to a new run that replaces the old one.
+        public_key: Accepts only files that one of these keys has signed.
+        run: Follows only this run, 32 hexadecimal digits. ``None`` switches when a new run replaces the old one.
         timeout: Seconds to wait for the first version; ``None`` does not wait.
 
     Attributes:
-        tensors: The tensors by name, without a `target` the follower's own copy.
+        tensors: The tensors by name; without a `target`, the follower's own copy.
 
     Raises:
         StreamNotFoundError: Nothing was published there.
         VersionNotFoundError: `version` is not in the store; a ``LookupError``.
         LoadError: The target lacks a name, or a tensor has another shape or dtype, or no data. No tensor was read.
-        FormatError, VerificationError, CryptographyError: The files are damaged. What `target` holds is undefined then.
-        ValueError: A location of another kind.
-        TypeError: An argument of another type.
-        OSError: The place cannot be read.
+        FormatError, VerificationError, CryptographyError: The files are damaged. The content of `target` is then
+            undefined.
+        ValueError: The location is not a folder or a URI of these schemes.
+        TypeError: An argument has a wrong type.
+        OSError: The location cannot be read.
 
     Example:
         >>> from tensorizer.weight_sync import WeightFollower, WeightPublisher
@@ -539,7 +543,7 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
 
     @property
     def version(self) -> Optional[int]:
-        """The version that the target holds; ``None`` while it is between two, or found to hold something else."""
+        """The version that the target holds; ``None`` while it is between two versions, or if its tensors differ."""
         return None if self._at is None or self._torn or self._differs else self._at.version
 
     @property
@@ -549,32 +553,32 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """All names of the tensors that the last :meth:`apply` wrote; after the constructor all names."""
+        """All names of the tensors that the last :meth:`apply` wrote; after the constructor, all names."""
         return self._changed
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The target's tensors by name; without a target, the copy in host memory. Names of one tensor give one."""
+        """The target's tensors by name; without a target, the copy in host memory. Tied names have one tensor."""
         return dict(self._target.tensors)
 
     def latest(self) -> int:
-        """The newest version that the store has: one small request.
+        """The newest version that the store has. This takes one small request.
 
         Raises:
-            OSError: The place cannot be read.
+            OSError: The location cannot be read.
         """
         with self._lock:
             return self._look().version
 
     def wait(self, timeout: float, poll: float = 1.0) -> bool:
-        """Waits until the store has another version than the target: a newer one, or one of a new run.
+        """Waits until the store has a newer version than the target, or a version of a new run.
 
         Args:
             timeout: Seconds to wait at most.
             poll: Seconds between two requests.
 
         Returns:
-            Whether there is one.
+            Whether the store has such a version.
         """
         deadline = time.monotonic() + checks.seconds("timeout", timeout)
         interval = checks.seconds("poll", poll, above_zero=True)
@@ -590,19 +594,19 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
             time.sleep(min(interval, left))
 
     def fetch(self, version: Optional[int] = None) -> bool:
-        """Downloads and checks what leads to a version. The target is only read when it is applied.
+        """Downloads and checks a version. The target is not touched before :meth:`apply`.
 
         Args:
-            version: The version; ``None`` is the newest. An older one than the target's is possible.
+            version: The version; ``None`` is the newest. It may be older than the target's.
 
         Returns:
-            Whether something is ready to be applied: this, or what an earlier call has fetched.
+            Whether a version is ready to be applied: this one, or one that an earlier call has fetched.
 
         Raises:
-            VersionNotFoundError: The store has no such version, or no longer; a ``LookupError``.
-            LoadError: The tensors of the store have other names, shapes or dtypes by now.
-            FormatError, VerificationError, CryptographyError: A file is damaged, and no other way leads to the version.
-            OSError: The place cannot be read.
+            VersionNotFoundError: The store does not have the version, or has deleted it; a ``LookupError``.
+            LoadError: The tensors in the store now have other names, shapes or dtypes.
+            FormatError, VerificationError, CryptographyError: A file that the version needs is damaged.
+            OSError: The location cannot be read.
         """
         if version is not None:
             checks.integer("version", version, 0, END_OF_VERSIONS - 1)
@@ -620,17 +624,17 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
             return True
 
     def apply(self) -> Applied:
-        """Writes what was fetched over the target, in place. Before the first write it compares what it changes.
+        """Writes the fetched version over the target, in place. It compares the old elements before the first write.
 
-        If it is interrupted (by Ctrl-C, for example), :attr:`version` is ``None``, and the next call completes it.
-        Autograd does not notice the writes: graphs that were recorded before must not be used after.
+        If it is interrupted (for example by Ctrl-C), :attr:`version` is ``None``, and the next call completes it.
+        Autograd does not notice the writes: afterwards, do not use graphs that were recorded before.
 
         Returns:
-            What was written. If nothing was fetched, nothing.
+            The number of tensors and elements that were written; 0 if nothing was fetched.
 
         Raises:
             StateMismatchError: Something else has changed tensors of the target; the message names them. Nothing was
-                written, :attr:`version` is ``None``, and the next :meth:`update` repairs the target by whole tensors.
+                written, :attr:`version` is ``None``, and the next :meth:`update` repairs the target with whole tensors.
         """
         with self._lock:
             self._check_open()
@@ -669,7 +673,7 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
             return True
 
     def close(self) -> None:
-        """Frees what was fetched and not applied. The target stays as it is. A second call does nothing."""
+        """Frees a fetched version that was not applied. The target stays as it is. A second call does nothing."""
         with self._lock:
             self._closed, self._staged = True, None
             self._store.close()

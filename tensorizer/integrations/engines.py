@@ -43,46 +43,46 @@ def load_stream(
 ) -> TensorStream:
     """Yields the names and tensors of a model one after the other, while threads read the next ones ahead.
 
-    The order is that of the files, and within a file that of its data. Each tensor is yours: it owns its memory, or is
-    a view of memory that is never used again. On the CPU, tensors of a local file on a disk of this machine are
-    copy-on-write views of the file, as long as nothing is converted or compared.
+    Files come in the order of their names, and tensors in the order of the data in their file. You may keep and change
+    each tensor: it owns its memory, or is a view of memory that nothing else uses. On the CPU, tensors of a file on a
+    local disk are copy-on-write views of the file, unless they are converted or compared.
 
     Args:
         source: A folder, a file, the id of a hub repository, or a URI: ``hf://org/name@revision``, ``s3://``,
-            ``https://``, whatever fsspec opens. The weights are ``.safetensors`` or ``.tensors``, in one file or in
-            shards with their index, encrypted or signed.
+            ``https://``, or any other that fsspec opens. The weights are ``.safetensors`` or ``.tensors``, in one file
+            or in shards with their index, and may be encrypted or signed.
         device: Where the tensors go; the CPU by default.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Yields only the tensors whose name it accepts.
-        verify: What the data are compared with. ``"auto"``, the default: digests in ``.tensors`` files, nothing of
-            others. ``"hub"``: the SHA-256 that the hub states for its files. A path or URI: a ``SHA256SUMS`` file, or
-            an OpenSSF signature of the model, whose names are relative to the folder of the model. ``True``: digests in
-            the files, which have to be there. ``False``: nothing. Whole files are hashed while they are read.
-            **Tensors are yielded before their file has been compared: do not use them before the loop has ended**
-            (docs/security.md).
+        verify: The digests that the data are compared with. ``"auto"``, the default: digests in ``.tensors`` files;
+            ``.safetensors`` files are not compared. ``"hub"``: the SHA-256 that the hub states for its files. A path or
+            URI: that ``SHA256SUMS`` file, or the digests in that OpenSSF signature of the model; names in it are
+            relative to the folder of the model. ``True``: digests in the files, which must have them. ``False``: none.
+            Whole files are hashed while they are read. **Tensors are yielded before their file has been compared: do
+            not use them before the loop has ended** (docs/security.md).
         encryption: The key of encrypted files (:class:`tensorizer.DecryptionParams`).
         public_key: Keys, one of which must have signed the files, as for :class:`tensorizer.TensorDeserializer`.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint`` or ``cache``.
         memory: Bytes, or a text like ``"4GB"``, that may be loaded and not yielded yet (or one larger tensor). The
-            default is a tenth of what the control group leaves, at least 1 GiB; to a CUDA device no more than a tenth
-            of its free memory, at least 256 MiB.
+            default is a tenth of the memory that the control group has left, at least 1 GiB; for a CUDA device, at most
+            a tenth of its free memory, at least 256 MiB.
         progress: ``True`` shows a bar; a callable is told about bytes done.
 
     Returns:
         An iterator of ``(name, tensor)``. Names that stand for one tensor get the same tensor, one after the other.
-        ``close()``, the end of a ``with``, or dropping it ends loads that are under way, and frees all that was not
+        ``close()``, the end of a ``with``, or dropping it ends running loads, and frees the tensors that were not
         yielded.
 
     Raises:
-        FileNotFoundError: No such folder, repository or file, or no weights in it.
-        FormatError: Not files of tensors, damaged ones, or several sets of weights in the folder.
-        HashMismatchError: At the end of a file: it is not what `verify` states.
-        MissingHashError: `verify` states nothing of a file that is loaded.
-        CryptographyError: A key is missing, wrong or not wanted.
-        AuthenticationError: The files are not what their key or a signature vouches for.
+        FileNotFoundError: The folder, repository or file does not exist, or has no weights.
+        FormatError: The files are not files of tensors, or damaged; or the folder has several sets of weights.
+        HashMismatchError: At the end of a file, its digest differs from the one that `verify` names.
+        MissingHashError: `verify` has no digest for a loaded file.
+        CryptographyError: A key is missing or wrong, or was given for a file that is not encrypted.
+        AuthenticationError: The files do not match their key or signature.
         OSError: A file cannot be opened or read.
-        TypeError: An unknown keyword, or an argument of another type.
-        ValueError: An argument has another value; ``verify="hub"`` of files that are not from the hub.
+        TypeError: A keyword is unknown, or an argument has a wrong type.
+        ValueError: An argument has a wrong value, such as ``verify="hub"`` for files that are not from the hub.
 
     >>> import tensorizer
     >>> tensorizer.save_file({"a": torch.ones(2), "b": torch.zeros(3)}, "model.safetensors")

@@ -19,8 +19,8 @@ def weights_iterator(
     """Yields names and tensors, as ``model.load_weights`` of SGLang takes them.
 
     Args:
-        source: As for :func:`tensorizer.load_stream`, of which this is the iterator.
-        device: Where the tensors go; the CPU by default, from where the model copies its part.
+        source: As for :func:`tensorizer.load_stream`, which this calls.
+        device: Where the tensors go. By default they go to the CPU, and the model copies its part from there.
         **options: Further keywords of :func:`tensorizer.load_stream`.
 
     Raises:
@@ -38,8 +38,8 @@ def load_weights(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     """Loads weights into a model that is being served: the function for ``--custom-weight-loader``.
 
     SGLang calls it for ``update_weights_from_tensor(..., load_format="tensorizer.integrations.sglang.load_weights")``
-    with what the request holds. Each name is a source, as for :func:`tensorizer.load_stream`; its tensor does not
-    matter. A file that is not what its digests say has been put into the model in part: discard the model then.
+    with the pairs of the request. Each name is a source, as for :func:`tensorizer.load_stream`; its tensor is ignored.
+    If this raises, some weights may already be in the model: discard the model then.
 
     Args:
         model: The model, with the method ``load_weights``.

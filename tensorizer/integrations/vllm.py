@@ -41,7 +41,7 @@ _METHODS = {
 def register() -> None:
     """Makes the load format ``tensorizer_stream`` known to vLLM; done once in a process.
 
-    A vLLM with another interface gets a warning, and goes on with its other formats.
+    If this release of vLLM has a different interface, this warns, and the other load formats work.
 
     Example:
         >>> from tensorizer.integrations.vllm import register
