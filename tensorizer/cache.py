@@ -79,7 +79,7 @@ class Verified(NamedTuple):
 
     entry: Entry
     problem: Optional[str]
-    """What is wrong, in which case the entry was removed; ``None`` if nothing is."""
+    """Why the entry was removed; ``None`` if it is sound."""
     checked: int
     """Tensors that were compared with a digest, or whose file has the right structure."""
 
@@ -219,7 +219,7 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         stream_options: Further keywords for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: There is no cache, it is set to be offline, or a URI is that of a local file.
+        ValueError: There is no cache, it is offline, or a URI names a local file.
         OSError: An object cannot be read, must not be cached, or there is no room for it.
 
     Example:

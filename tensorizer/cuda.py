@@ -1,4 +1,4 @@
-"""Loads to and saves from CUDA devices: the pinned host memory that they pass, and who decrypts (docs/gpu.md)."""
+"""Loads to and saves from CUDA devices: their pinned host memory, and whether the device decrypts (docs/gpu.md)."""
 
 from __future__ import annotations
 

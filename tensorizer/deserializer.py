@@ -52,12 +52,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ``str`` for names on a flat top level, otherwise the full path as a tuple.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype. Integers, bool,
             complex, float8 and packed types stay as stored: converting them destroys quantized weights.
-        lazy_load: Reads tensors when they are first asked for, instead of all of them now.
+        lazy_load: Reads each tensor when you first ask for it, instead of all of them now.
         plaid_mode: Accepted, without effect.
         plaid_mode_buffers: Accepted, without effect.
         num_readers: Upper bound for reading threads; ``None`` uses as many as are useful.
         verify_hash: Compares the stored hashes with the data; a tensor with data and without a stored hash raises.
-            ``None`` means ``False``, but ``True`` for plain files whose signature is checked.
+            ``None`` means ``True`` for plain files whose signature is checked, otherwise ``False``.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. They keep the mapping alive.
             Tensors of older files that are not aligned are copied. ``None`` maps if all tensors go to the CPU as
@@ -68,12 +68,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         public_key: Loads only what one of these keys has signed: a :class:`PublicKey`, a path, or a sequence of either.
             The signature is in the file, or in the file of the same name with ``.sig`` appended, on disk or remote. To
             load a part of a tensor of a plain file, it reads and hashes the whole tensor (docs/signing.md).
-        require_authenticated: Rejects files that neither their key nor a signature vouches for. ``None`` takes the
+        require_authenticated: Rejects files that neither their key nor a signature authenticates. ``None`` takes the
             value of ``TENSORIZER_REQUIRE_AUTHENTICATED`` (``1`` or ``0``), otherwise ``False``.
         direct_io: How a local file is read (docs/performance-tuning.md). ``"always"`` bypasses the page cache if the
             file system allows it; ``"never"`` does not. ``"auto"`` bypasses it if the file is large and not cached.
-            ``None`` means ``"auto"``. With ``"always"``, ``mmap=None``
-            does not map.
+            ``None`` means ``"auto"``. With ``"always"``, ``mmap=None`` does not map.
 
     Attributes:
         total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
@@ -86,9 +85,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
         TypeError: An argument of the wrong type.
         OSError: The source cannot be opened or read (:class:`StreamError`).
-        CryptographyError: The file is encrypted and you passed no key, or the other way round.
-        AuthenticationError: The key is wrong, the file differs from what its key or signature vouches for, or
-            `require_authenticated` is set and nothing vouches for it.
+        CryptographyError: The file is encrypted and you passed no key, or you passed a key and it is not encrypted.
+        AuthenticationError: The key is wrong, the file does not match its key or signature, or
+            `require_authenticated` is set and neither a key nor a signature authenticates the file.
         HashMismatchError: Data disagree with their stored hash.
         MissingHashError: With `verify_hash`, a tensor with data has no stored hash.
         RuntimeError: `device` is a CUDA device, and CUDA is not available.
@@ -235,7 +234,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @property
     def authenticated(self) -> Optional[str]:
-        """What vouches for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
+        """What authenticates the file: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
         return self._open_file.authenticated
 
     @property

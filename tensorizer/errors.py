@@ -72,7 +72,7 @@ class TruncatedError(FormatError, OSError):
 
 
 class VerificationError(TensorizerError):
-    """Data that were to be verified differ from what the file says."""
+    """Base of the errors of verification: data differ from their digest or version, or have no digest."""
 
 
 class HashMismatchError(VerificationError):
@@ -80,11 +80,11 @@ class HashMismatchError(VerificationError):
 
 
 class StateMismatchError(VerificationError):
-    """Tensors that follow a publisher are not what its version says (docs/weight-sync.md). They were not written."""
+    """Tensors of a follower differ from the published version (docs/weight-sync.md). They were not written."""
 
 
 class MissingHashError(VerificationError):
-    """A tensor that was to be verified has data, but no digest in the file to compare them with."""
+    """A tensor has data, but no digest in the file with which the data could be verified."""
 
 
 class LoadError(TensorizerError, RuntimeError):
@@ -98,11 +98,11 @@ class LoadError(TensorizerError, RuntimeError):
 
 
 class CryptographyError(TensorizerError):
-    """Anything wrong with encryption or decryption: no key, a wrong key, altered ciphertext."""
+    """Encryption or decryption failed: no key, a wrong key, altered ciphertext."""
 
 
 class AuthenticationError(CryptographyError):
-    """A file differs from what its key or a signature vouches for, or neither vouches for it and one is required."""
+    """A file does not match its key or signature, or has neither although one is required."""
 
 
 class StreamError(TensorizerError, OSError):
@@ -133,11 +133,11 @@ class StreamExistsError(StreamError, FileExistsError):
 
 
 class ConflictError(StreamError):
-    """Another publisher writes to the same place (docs/weight-sync.md)."""
+    """Another publisher writes to the same location (docs/weight-sync.md)."""
 
 
 class VersionNotFoundError(TensorizerError, LookupError):
-    """The place that a follower reads has no files for this version, or has them no more (docs/weight-sync.md)."""
+    """The location of a follower has no files of this version, or they were deleted (docs/weight-sync.md)."""
 
 
 class DeviceError(TensorizerError, RuntimeError):
@@ -145,7 +145,7 @@ class DeviceError(TensorizerError, RuntimeError):
 
 
 class UnsupportedContentError(TensorizerError, ValueError):
-    """What is to be written cannot be expressed in the format of the target; nothing was written."""
+    """The format of the target cannot hold a tensor or a name; nothing was written."""
 
 
 # --- what the operating system says about files, as errors that are the builtin ones, too ----------------------------

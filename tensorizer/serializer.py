@@ -94,7 +94,7 @@ class TensorSerializer:
             collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, which
             would reveal too much about short plaintexts.
         fsync: Syncs a local path, so that a crash of the machine leaves the old file or whole calls of the new one.
-            ``False`` is faster and gives that up. A process that is killed leaves those with both.
+            ``False`` is faster and gives that up. With either value, a killed process leaves one of these.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
         metadata: Text to keep in the file, by key, up to 100 MB; :attr:`TensorDeserializer.metadata` returns it. In

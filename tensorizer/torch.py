@@ -63,10 +63,10 @@ def load_file(
             and the default ``None`` read into new memory.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
-        verify: What the data are compared with, as for :func:`tensorizer.load_stream`: ``"auto"``, the default, is
-            digests in a ``.tensors`` file; ``"hub"``, what the hub states; a path or URI, a ``SHA256SUMS`` file or a
-            signature of the model; ``True``, digests in the file, of which a ``.safetensors`` file has none and raises;
-            ``False``, nothing.
+        verify: The digests that the data are compared with, as for :func:`tensorizer.load_stream`. ``"auto"``, the
+            default: those in a ``.tensors`` file. ``"hub"``: those that the hub states. A path or URI: those in a
+            ``SHA256SUMS`` file or an OpenSSF signature. ``True``: those in the file; a ``.safetensors`` file has none,
+            so it raises. ``False``: none.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so if
             possible, as for :class:`tensorizer.TensorDeserializer`.
@@ -74,7 +74,7 @@ def load_file(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, one of which must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
+        require_authenticated: Whether the key or a signature must authenticate the file (docs/api/index.md).
         direct_io: Whether a local file is read past the page cache, as for
             :class:`tensorizer.TensorDeserializer`.
 
@@ -85,10 +85,10 @@ def load_file(
     Raises:
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
-        MissingHashError: `verify` wants a digest of a tensor or file that has none.
+        MissingHashError: `verify` needs a digest, and a tensor or file has none.
         HashMismatchError: Data disagree with their digest.
-        CryptographyError: A key is missing, wrong or not wanted.
-        AuthenticationError: The file is not what its key or a signature vouches for.
+        CryptographyError: A key is missing or wrong, or was given for a file that is not encrypted.
+        AuthenticationError: The file does not match its key or signature.
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
 
@@ -154,7 +154,7 @@ def save_file(
         stream_options: Keywords for opening URIs.
 
     Raises:
-        ValueError: `tensors` is no mapping of names to dense tensors, or the format cannot hold something
+        ValueError: `tensors` is not a mapping of names to dense tensors, or the format cannot hold something
             (:class:`UnsupportedContentError`); nothing was written.
         OSError: The target cannot be written.
 
@@ -231,14 +231,14 @@ def load_model(
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
+        require_authenticated: Whether the key or a signature must authenticate the file (docs/api/index.md).
 
     Returns:
         The report; ``missing, unexpected = load_model(…)`` works as with ``safetensors``.
 
     Raises:
-        LoadError: Something does not fit. The message is that of ``load_state_dict``; ``.report`` has the report. The
-            model is as it was, unless it got a state dict and rejected it.
+        LoadError: Names, shapes or kinds do not match. The message is that of ``load_state_dict``; ``.report`` has the
+            report. The model is as it was, unless it got a state dict and rejected it.
         NotImplementedError: `model` has DTensors, which :class:`tensorizer.distributed.TensorizerReader` fills. It is
             as it was.
 
@@ -319,7 +319,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
+        require_authenticated: Whether the key or a signature must authenticate the file (docs/api/index.md).
 
     Raises:
         ValueError: Another framework.
@@ -364,7 +364,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         self._file.close()
 
     def metadata(self) -> Optional[dict[str, str]]:
-        """The texts that are stored beside the tensors; ``None`` where the file has no such part.
+        """The texts that are stored beside the tensors; ``None`` if the file has none.
 
         Example:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
@@ -398,7 +398,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         """One tensor, read now. The file keeps none, but as long as you keep one, its aliases are that tensor.
 
         Raises:
-            KeyError: There is none of that name.
+            KeyError: The file has no tensor of that name.
 
         Example:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
@@ -420,7 +420,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         """Several tensors, ``None`` for all, by name; read together. Aliases of one tensor are the same object.
 
         Raises:
-            KeyError: There is none of one of the names.
+            KeyError: The file lacks one of the names.
 
         Example:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
@@ -436,7 +436,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         """A tensor of which parts can be read: ``get_slice(name)[2:4]`` reads the rows it needs.
 
         Raises:
-            KeyError: There is none of that name.
+            KeyError: The file has no tensor of that name.
 
         Example:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:

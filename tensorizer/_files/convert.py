@@ -89,7 +89,7 @@ def convert(
         encryption: Encrypts the target (``.tensors`` only).
         decryption: The key of an encrypted source.
         all_files: Also copies the other files in the local folder of `source` (configuration, tokenizer) to that of
-            `target`, without hidden files, subfolders, and models in any format. A key that lies there is copied, too.
+            `target`, without hidden files, subfolders, and models in any format. If a key is there, it is copied, too.
         check: Reads the target back and compares every payload with what was read from the source: a local file before
             it appears under its name, an object of a store when it is there.
         keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of using that of the reference's
@@ -101,8 +101,8 @@ def convert(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
         public_key: Keys, one of which must have signed the source, as for :class:`tensorizer.TensorDeserializer`.
-        verify: What the source is compared with while it is read, as for :func:`tensorizer.load_stream`; the target
-            appears only if it is right. ``"auto"``, the default, is digests in a ``.tensors`` file.
+        verify: The digests that the source is compared with while it is read, as for :func:`tensorizer.load_stream`.
+            The target appears only if they are equal. ``"auto"``, the default: those in a ``.tensors`` file.
 
     Returns:
         What was done, by name: ``source`` and ``target``; ``format`` of the target; ``files``, the written ones,
@@ -119,13 +119,13 @@ def convert(
             `max_shard_size`, other files of the model of that name exist (a single file, other shards, their index)
             that are not read: `force` replaces none of them.
         HashMismatchError: The source disagrees with its digests, or the target with what was written.
-        MissingHashError: `verify` wants a digest of a tensor or file that has none.
-        CryptographyError: A key is missing, wrong or not wanted.
-        AuthenticationError: The source differs from what its key or a signature vouches for.
+        MissingHashError: `verify` needs a digest, and a tensor or file has none.
+        CryptographyError: A key is missing or wrong, or was given for a file that is not encrypted.
+        AuthenticationError: The source does not match its key or signature.
         FormatError: The source is not a file of tensors, or a folder with several sets of weights.
         ImportError: The source is pickled, and this torch cannot read such files safely.
         OSError: The source cannot be read, or the target cannot be written.
-        ValueError: An argument has another value; `all_files` with a source that is not local; `all_files`, or several
+        ValueError: An argument has a wrong value; `all_files` with a source that is not local; `all_files`, or several
             shards, with a `target` that is neither a folder nor has a known extension.
 
     Example:

@@ -55,7 +55,7 @@ class VerifyReport:
     sharded: bool = False
     """Whether it is a model of several files."""
     authenticated: Optional[str] = None
-    """What was found to vouch for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
+    """What authenticated the file: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
     signers: tuple[str, ...] = ()
     """Public keys of the signatures that were checked and are right, as hexadecimal digits."""
     differing: tuple[Mismatch, ...] = ()
@@ -118,7 +118,7 @@ def verify(
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        require_authenticated: Whether the key or a signature must vouch for the file (docs/api/index.md).
+        require_authenticated: Whether the key or a signature must authenticate the file (docs/api/index.md).
         verify: What whole files are compared with, too, as for :func:`tensorizer.load_stream`: ``"hub"``, or a path or
             URI of a ``SHA256SUMS`` file or a signature of the model.
 
@@ -129,10 +129,10 @@ def verify(
 
     Raises:
         CryptographyError: The file is encrypted and there is no key.
-        AuthenticationError: The key is wrong, or the index differs from what the key or a signature vouches for.
+        AuthenticationError: The key is wrong, or the index does not match the key or the signature.
         FormatError: Not a file of tensors, or one whose structure is damaged.
         OSError: It cannot be opened or read.
-        MissingHashError: `verify` states nothing of a file.
+        MissingHashError: `verify` has no digest for a file.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file; ``verify="hub"`` of a
             file that is not from the hub.
 

@@ -53,28 +53,29 @@ def save_pretrained(
         obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (only its adapters), a pipeline, or a
             ``SentenceTransformer``.
         folder: A local folder, created if missing, or an ``s3://`` prefix.
-        tokenizer: Anything else with ``save_pretrained(folder)`` that belongs to it: a tokenizer or processor.
-        metadata: Texts to store in the files of weights, beside the ones that say what wrote them.
-        format: Of the files of weights: ``"tensors"``, or ``"safetensors"``, which the libraries read too.
-        ties: Names that share one tensor are stored ``"once"``, the others recorded, or ``"twice"``.
+        tokenizer: A tokenizer, a processor, or another object with ``save_pretrained(folder)`` that the model needs.
+        metadata: Texts to store in the files of weights, beside those that name the writer.
+        format: Format of the weights: ``"tensors"``, or ``"safetensors"``, which the libraries read too.
+        ties: ``"once"`` stores a tensor with several names once and records the other names; ``"twice"`` stores it
+            under each name.
         encryption: Encrypts the weights (:class:`tensorizer.EncryptionParams`); configurations stay in clear.
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files and an index. Default: one file.
         variant: A word in the names of the files of weights, as in ``model.fp16.tensors``.
-        names: ``"model"`` stores tensors under the names of ``state_dict()``, which load directly if the library has
-            the same ones: straight to the device, which is why it is the default. ``"library"`` stores those of
-            transformers' own files, for other releases of it and for engines such as vLLM: version 5 keeps experts
-            fused, and names some models' parts differently than version 4. The library then writes a temporary file
-            first, and ``metadata`` is not stored.
+        names: ``"model"``, the default, stores tensors under the names of ``state_dict()``. If the library that loads
+            them has the same names, they go straight to the device. ``"library"`` stores the names of transformers' own
+            files, for its other releases and for engines such as vLLM: version 5 keeps experts fused, and names parts
+            of some models differently from version 4. The library then writes a temporary file first, and ``metadata``
+            is not stored.
         progress: ``True`` shows a bar, ``False`` none; a callable is told about bytes done. By default a bar appears on
             a terminal after one second.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
 
     Raises:
-        TypeError: An object of another kind.
-        ValueError: Tensors without data, on the meta device or offloaded; another word for `names` or `format`;
-            `encryption` of ``.safetensors`` files.
-        UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors; a
-            ``SentenceTransformer`` in another format than ``"safetensors"``.
+        TypeError: `obj` is not one of these.
+        ValueError: Tensors have no data (meta device, offloaded), `names` or `format` is an unknown word, or
+            `encryption` was passed for ``.safetensors`` files.
+        UnsupportedContentError: ``torchao`` quantised the model, so its layout is not in its tensors; or `format` of a
+            ``SentenceTransformer`` is not ``"safetensors"``.
         OSError: The folder cannot be written.
 
     Example:
@@ -153,17 +154,17 @@ def from_pretrained(
         config: A configuration instead of the one of the folder.
         strict: Raises if tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
             missing ones: from a base model to one with a head and back.
-        verify: What the weights are compared with, as for :func:`tensorizer.load_stream`: ``"auto"``, the default, is
-            digests in ``.tensors`` files; ``"hub"``, what the hub states; a path or URI, a ``SHA256SUMS`` file or a
-            signature of the model; ``True``, digests in the files, of which ``.safetensors`` files have none and raise;
-            ``False``, nothing.
+        verify: The digests that the weights are compared with, as for :func:`tensorizer.load_stream`. ``"auto"``, the
+            default: those in ``.tensors`` files. ``"hub"``: those that the hub states. A path or URI: those in a
+            ``SHA256SUMS`` file or an OpenSSF signature. ``True``: those in the files; ``.safetensors`` files have none,
+            so they raise. ``False``: none.
         encryption: The key of encrypted weights (:class:`tensorizer.DecryptionParams`).
-        public_key: Who has to have signed the weights, as for :class:`tensorizer.TensorDeserializer`; configurations
-            are not covered.
-        require_authenticated: Whether the key or a signature has to vouch for the weights (docs/api/index.md).
+        public_key: Keys, one of which must have signed the weights, as for :class:`tensorizer.TensorDeserializer`.
+            Signatures do not cover configurations.
+        require_authenticated: Whether the key or a signature must authenticate the weights (docs/api/index.md).
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
         local_files_only: Sends no request to the hub; ``HF_HUB_OFFLINE`` does the same. If the hub cannot be reached,
-            what is in the cache is used, with a warning.
+            the files in the cache are used, with a warning.
         token: For the hub, as ``huggingface_hub`` takes it; it is sent only to the hub's host.
         allow_pickle: If there are only ``.bin`` files, reads them with ``torch.load(weights_only=True)``.
         mmap: ``True`` makes the tensors copy-on-write views of local, unencrypted weights. The call returns at once,
@@ -175,13 +176,13 @@ def from_pretrained(
         progress: ``True`` shows a bar, ``False`` none; a callable is told about bytes done. By default a bar appears on
             a terminal after one second.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
-        **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.
+        **model_kwargs: Other arguments of the library's ``from_pretrained``; members of the configuration override it.
 
     Raises:
-        TypeError: The class or ``None`` stands before the source; the message shows the order.
-        FileNotFoundError: No such folder, bucket, repository or revision, or no weights in it.
-        RuntimeError: `device` or `device_map` names CUDA, and there is none. Nothing was read then.
-        FormatError: Several sets of weights in the folder, none of which is marked as made from the other.
+        TypeError: The class or ``None`` comes before the source; the message shows the order.
+        FileNotFoundError: The folder, bucket, repository or revision does not exist, or has no weights.
+        RuntimeError: `device` or `device_map` names CUDA, and CUDA is not available. Nothing was read then.
+        FormatError: The folder has several sets of weights, and no note says that one was made from the other.
         LoadError: With `strict`, tensors are missing or unexpected.
         ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; no dtype
             of floating point, or the misspelt name of one; weights
@@ -289,7 +290,7 @@ def load_adapter(
         `model`.
 
     Raises:
-        TypeError: An object of another kind.
+        TypeError: `model` is not one of these.
         LoadError, OSError, ValueError: As for :func:`from_pretrained`.
 
     Example:

@@ -80,14 +80,14 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     :func:`tensorizer.distributed.dcp_default` around ``trainer.fit``, or around ``fabric.save`` and ``fabric.load``.
 
     Args:
-        async_save: Saves in the background. Tensors are copied to host memory before training goes on, so that no
-            memory of the device is taken for them. One save runs at a time. The next save, and :meth:`teardown`, wait
-            for it and raise its error, which is logged as well: after ``fit``, nobody may wait.
+        async_save: Saves in the background. Tensors are copied to host memory before training continues, so they take
+            no memory of the device. One save runs at a time. The next save, and :meth:`teardown`, wait for it and raise
+            its error. The error is also logged, because after ``fit`` there may be no next call.
         encryption: Encrypts the files.
         decryption: The key of encrypted files.
         verify_hash: Compares the tensors of a checkpoint with their digests when it is loaded.
-        public_key: Who has to have signed a checkpoint that is loaded, as for :class:`tensorizer.TensorDeserializer`;
-            loading a checkpoint of torch then raises.
+        public_key: Keys, one of which must have signed a checkpoint that is loaded, as for
+            :class:`tensorizer.TensorDeserializer`. Loading a checkpoint of torch then raises.
         stream_options: Keywords for opening ``s3://`` URIs; ``storage_options`` of a save take precedence.
 
     Example:
@@ -181,7 +181,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         map_location: MapLocation = None,
         weights_only: Optional[bool] = None,
     ) -> dict[str, Any]:
-        """Returns the checkpoint that :meth:`save_checkpoint` was given. Files of ``torch.save`` load too.
+        """Returns the checkpoint as you passed it to :meth:`save_checkpoint`. Files of ``torch.save`` load too.
 
         So you can resume a run that began with Lightning's own plugin. Such files are read by ``torch.load`` with the
         `weights_only` that you pass.
@@ -195,7 +195,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         Raises:
             FileNotFoundError: There is no such file.
             FormatError: The file is not a checkpoint of this class.
-            RuntimeError: `map_location` is CUDA, and there is none. Nothing was read then.
+            RuntimeError: `map_location` is CUDA, and CUDA is not available. Nothing was read then.
             pickle.UnpicklingError: It holds more than simple values, and `weights_only` is not ``False``.
         """
         self._wait()
@@ -310,7 +310,7 @@ def load_from_checkpoint(
         weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
         decryption: The key of an encrypted file.
         verify_hash: Compares the tensors with their digests.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        public_key: Keys, one of which must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
         stream_options: Keywords for opening ``s3://`` URIs.
         **kwargs: Arguments of the class; they take precedence over the stored hyperparameters.
 

@@ -131,14 +131,14 @@ def _is_in_pieces(trainer: Any) -> bool:
 class TensorsCallback(TrainerCallback):  # type: ignore[misc]
     """Also writes the model of each checkpoint as ``.tensors``. The class of the trainer need not change.
 
-    The trainer still resumes from its own files; :func:`.huggingface.from_pretrained` loads these. Of a module that has
-    no configuration of a library, ``model.tensors`` is all there is; :func:`tensorizer.torch.load_model` loads it.
+    The trainer still resumes from its own files; :func:`.huggingface.from_pretrained` loads these. If a module has no
+    configuration of a library, only ``model.tensors`` is written; :func:`tensorizer.torch.load_model` loads it.
 
     Args:
         target: A folder or ``s3://`` prefix, below which a checkpoint is ``checkpoint-<step>``; ``None``: the folder of
             the checkpoint itself, which ``save_total_limit`` removes with the rest.
         raise_errors: ``True`` ends the training if a save fails. By default the log says so (WARNING), and training
-            goes on, because the trainer has saved its own files.
+            continues, because the trainer has saved its own files.
         **options: Keywords for :func:`.huggingface.save_pretrained`, such as ``encryption``.
 
     Raises:
