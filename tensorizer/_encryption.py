@@ -93,7 +93,7 @@ class EncryptionParams(_Params):
         ValueError: ``key`` does not have 32 bytes.
         RuntimeError: libsodium is unusable.
 
-    Example:
+    Examples:
         >>> key = tensorizer.EncryptionParams.random()
         >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
     """
@@ -130,7 +130,7 @@ class EncryptionParams(_Params):
     def random(cls) -> EncryptionParams:
         """A new random key. Keep :attr:`key`: nobody can read the file without it.
 
-        Example:
+        Examples:
             >>> len(tensorizer.EncryptionParams.random().key)
             32
         """
@@ -166,7 +166,7 @@ class EncryptionParams(_Params):
             CryptographyError: Not enough memory for ``memlimit``.
             RuntimeError: libsodium is unusable.
 
-        Example:
+        Examples:
             >>> key = tensorizer.EncryptionParams.from_string("a few random words", opslimit=1, memlimit=8192)
             >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
         """
@@ -219,7 +219,7 @@ class DecryptionParams(_Params):
     empty object, which opens no file. Instances are immutable, compare by value (in constant time) and never show
     secrets in their ``repr``.
 
-    Example:
+    Examples:
         >>> key = tensorizer.EncryptionParams.random()
         >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
         >>> unlock = tensorizer.DecryptionParams.from_key(key.key)
@@ -278,7 +278,7 @@ class DecryptionParams(_Params):
             ValueError: ``source`` is empty; a limit is below 1.
             RuntimeError: libsodium is unusable.
 
-        Example:
+        Examples:
             >>> key = tensorizer.EncryptionParams.from_string("a few random words", opslimit=1, memlimit=8192)
             >>> tensorizer.save_file({"weight": torch.ones(4)}, "secret.tensors", encryption=key)
             >>> unlock = tensorizer.DecryptionParams.from_string("a few random words")
@@ -301,7 +301,7 @@ class DecryptionParams(_Params):
             ValueError: ``key`` is empty or does not have 32 bytes.
             RuntimeError: libsodium is unusable.
 
-        Example:
+        Examples:
             >>> key = tensorizer.EncryptionParams.random()
             >>> unlock = tensorizer.DecryptionParams.from_key(key.key)
         """

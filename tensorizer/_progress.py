@@ -14,7 +14,7 @@ from tensorizer._system.config import env_text
 class Progress(NamedTuple):
     """What a progress callable is told, about ten times a second and once at the end.
 
-    Example:
+    Examples:
         >>> told = []
         >>> tensors = tensorizer.load_file("model.tensors", progress=told.append)
         >>> told[-1].bytes_done == told[-1].bytes_total

@@ -26,7 +26,7 @@ class PublicKey(_crypto.Immutable):
     Instances are immutable, hashable and compare by value; ``bytes(key)`` are the 32 bytes, ``str(key)`` is 64
     hexadecimal digits.
 
-    Example:
+    Examples:
         >>> key = tensorizer.SigningKey.generate().public_key
         >>> key == tensorizer.PublicKey.from_bytes(bytes(key))
         True
@@ -48,7 +48,7 @@ class PublicKey(_crypto.Immutable):
             TypeError: Not bytes-like.
             ValueError: Another length, or not a public key (no point, or one of small order).
 
-        Example:
+        Examples:
             >>> key = tensorizer.PublicKey.from_bytes(bytes(tensorizer.SigningKey.generate().public_key))
         """
         if not isinstance(key, (bytes, bytearray, memoryview)):
@@ -68,7 +68,7 @@ class PublicKey(_crypto.Immutable):
             ValueError: The file holds no Ed25519 public key.
             OSError: It cannot be read.
 
-        Example:
+        Examples:
             >>> tensorizer.SigningKey.generate().public_key.save("release.pem.pub")
             >>> key = tensorizer.PublicKey.from_file("release.pem.pub")
         """
@@ -104,7 +104,7 @@ class PublicKey(_crypto.Immutable):
             FileExistsError: The file exists.
             OSError: It cannot be written.
 
-        Example:
+        Examples:
             >>> tensorizer.SigningKey.generate().public_key.save("team.pem.pub")
         """
         _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), None)
@@ -135,7 +135,7 @@ class SigningKey:
     that is locked if the system allows it, and is left out of core dumps. Objects show only their public key and
     cannot be pickled.
 
-    Example:
+    Examples:
         >>> key = tensorizer.SigningKey.generate()
         >>> with TensorSerializer("signed.tensors", signing_key=key) as serializer:
         ...     serializer.write_state_dict({"weight": torch.ones(4)})
@@ -155,7 +155,7 @@ class SigningKey:
     def generate(cls) -> SigningKey:
         """A new random key. :meth:`save` it: without it you cannot sign again.
 
-        Example:
+        Examples:
             >>> key = tensorizer.SigningKey.generate()
             >>> key.save("team.pem")
         """
@@ -170,7 +170,7 @@ class SigningKey:
             TypeError: Not bytes-like.
             ValueError: Another length.
 
-        Example:
+        Examples:
             >>> key = tensorizer.SigningKey.from_bytes(bytes(range(32)))
         """
         _crypto.require_crypto()
@@ -185,7 +185,7 @@ class SigningKey:
             ValueError: The file holds no Ed25519 private key, or an encrypted one.
             OSError: It cannot be read.
 
-        Example:
+        Examples:
             >>> tensorizer.SigningKey.generate().save("release.pem")
             >>> key = tensorizer.SigningKey.from_file("release.pem")
         """
@@ -213,7 +213,7 @@ class SigningKey:
         Raises:
             TypeError: Arguments of other types.
 
-        Example:
+        Examples:
             >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
             >>> service = Ed25519PrivateKey.generate()  # stands for the key management service
             >>> public_key = tensorizer.PublicKey.from_bytes(service.public_key().public_bytes_raw())
@@ -241,7 +241,7 @@ class SigningKey:
             OSError: It cannot be written.
             ValueError: The key is from :meth:`from_provider`.
 
-        Example:
+        Examples:
             >>> tensorizer.SigningKey.generate().save("mine.pem")
         """
         if self._seed is None:

@@ -97,7 +97,7 @@ def entries(cache: Folder = None) -> list[Entry]:
         ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
 
-    Example:
+    Examples:
         >>> from tensorizer import cache
         >>> _ = cache.add("https://models.example/model.tensors", cache="cache")
         >>> [entry.complete for entry in cache.entries("cache")]
@@ -132,7 +132,7 @@ def prune(
         ValueError: There is no cache, or a size is malformed.
         OSError: The folder cannot be used.
 
-    Example:
+    Examples:
         >>> from tensorizer import cache
         >>> _ = cache.add("https://models.example/model.tensors", cache="cache")
         >>> cache.prune("cache", max_size="500GB").removed
@@ -190,7 +190,7 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
         ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
 
-    Example:
+    Examples:
         >>> from tensorizer import cache
         >>> _ = cache.add("https://models.example/model.tensors", cache="cache")
         >>> [result.problem for result in cache.verify("cache")]
@@ -222,7 +222,7 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         ValueError: There is no cache, it is offline, or a URI names a local file.
         OSError: An object cannot be read, must not be cached, or there is no room for it.
 
-    Example:
+    Examples:
         >>> from tensorizer import cache
         >>> [entry.complete for entry in cache.add("https://models.example/model.tensors", cache="cache")]
         [True]

@@ -26,7 +26,7 @@ def pinned_memory(device: Union[torch.device, str, int] = 0) -> dict[str, int]:
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     print(tensorizer.cuda.pinned_memory(0)["slot_nbytes"])
     """
@@ -49,7 +49,7 @@ def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     _ = tensorizer.cuda.release_pinned_memory()
     """
@@ -71,7 +71,7 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
     Raises:
         ValueError: Too few slots, or too small ones.
 
-    Example:
+    Examples:
         >>> tensorizer.cuda.set_pinned_memory(slots=4)
         >>> tensorizer.cuda.set_pinned_memory()
     """
@@ -98,7 +98,7 @@ def decrypts_on(device: Union[torch.device, str, int] = 0) -> tuple[bool, str]:
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index, or the variable has another value than auto, 0 and 1.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     does, why_not = tensorizer.cuda.decrypts_on(0)
     """

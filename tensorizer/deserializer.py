@@ -94,7 +94,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
 
-    Example:
+    Examples:
         >>> from tensorizer import TensorDeserializer
         >>> with TensorDeserializer("model.tensors", device="cpu") as tensors:
         ...     print(tensors["weight"].shape)
@@ -151,7 +151,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     def close(self) -> None:
         """Closes the file and forgets keys. Loaded tensors and counters stay available. A second call does nothing.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     tensors.close()
         """
@@ -263,7 +263,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print([(entry.name, entry.shape) for entry in tensors.entries()])
             [('weight', (2, 4)), ('bias', (2,))]
@@ -275,7 +275,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     def keys(self) -> KeysView[Key]:
         """The keys of the top level, in file order.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print(list(tensors.keys()))
             ['weight', 'bias']
@@ -318,7 +318,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Raises:
             TypeError: `prefix` is a single ``str`` or ``int``; write ``("a",)``.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print(sorted(tensors.tree()))
             ['bias', 'weight']
@@ -344,7 +344,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Raises:
             KeyError: There is no such tensor.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print(tensors.get_slice("weight")[0:1].shape)
             torch.Size([1, 4])
@@ -359,7 +359,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Functions that accept a state dict of ``safetensors`` slices accept it, such as ``Model.from_pretrained(None,
         config=config, state_dict=d.slices())`` of transformers 5.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print({name: list(part.shape) for name, part in tensors.slices().items()})
             {'weight': [2, 4], 'bias': [2]}
@@ -393,7 +393,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: With verification, a part is not the whole tensor; an `out` tensor has another shape.
             IndexError, TypeError: As for :class:`TensorSlice`.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     parts = tensors.get_slices({"weight": (slice(0, 1),)})
             ...     print(parts["weight"].shape)
@@ -433,7 +433,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 ``dtype``, and the file is closed, so it cannot be verified. (A tensor that was verified before its
                 conversion is not verified again.)
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print([name for _, _, name, _ in tensors.read_tensors()])
             ['weight', 'bias']
@@ -466,7 +466,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 file is closed (as after an eager load), so its stored form is gone.
             ValueError: A dtype that numpy lacks, without `allow_raw_data`; `num_tensors` below -1.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     print([(name, array.shape) for _, _, name, array, _, _ in tensors.read_numpy_arrays()])
             [('weight', (2, 4)), ('bias', (2,))]
@@ -533,7 +533,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: As in :meth:`read_tensors`; no name of the file begins with `prefix`.
             TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
 
-        Example:
+        Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     with tensorizer.utils.no_init_or_tensor():
             ...         model = torch.nn.Linear(4, 2)
@@ -574,7 +574,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             RuntimeError: A tensor of the file was not read yet, so its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device, or has no memory of its own, like a DTensor.
 
-        Example:
+        Examples:
             >>> model = torch.nn.Linear(4, 2)
             >>> with TensorSerializer("linear.tensors") as serializer:
             ...     serializer.write_module(model)
@@ -601,7 +601,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             StreamError: The file is closed, as after an eager load, and another version has replaced it.
             redis.RedisError: The server refused or broke off. Call it again to store the rest.
 
-        Example:
+        Examples:
             >>> import redis
             >>> client = redis.Redis("localhost", 6379)
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:

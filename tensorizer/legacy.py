@@ -46,7 +46,7 @@ def serialize_model(
     Raises:
         TypeError: `config` is of another kind. Nothing was written.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("ignore")
@@ -97,7 +97,7 @@ def load_model(
             is not a JSON object.
         OSError: A file cannot be read. A missing configuration is no error if `modelclass` needs none.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> class Model(torch.nn.Linear):
         ...     def __init__(self):

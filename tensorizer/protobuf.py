@@ -86,7 +86,7 @@ def serialize_tensor(t: torch.Tensor, attribute: Optional[int] = None) -> Tensor
         KeyError: The schema has no number for this dtype.
         TypeError: The dtype has a number but no numpy equivalent (bfloat16, complex32, quantised types).
 
-    Example:
+    Examples:
         >>> from tensorizer import protobuf
         >>> message = protobuf.serialize_tensor(torch.ones(2))
         >>> list(message.shape)
@@ -118,7 +118,7 @@ def deserialize_tensor(msg: Tensor) -> Union[torch.Tensor, tuple[torch.Tensor, i
         FormatError: The message has no known dtype, a shape that no tensor has, or other than the bytes its shape
             needs.
 
-    Example:
+    Examples:
         >>> from tensorizer import protobuf
         >>> protobuf.deserialize_tensor(protobuf.serialize_tensor(torch.ones(2)))
         tensor([1., 1.])
@@ -149,7 +149,7 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
         KeyError, TypeError: As :func:`serialize_tensor`.
         ValueError: The message would pass protobuf's limit of 2 GiB.
 
-    Example:
+    Examples:
         >>> from tensorizer import protobuf
         >>> with open("model.pb", "wb") as file:
         ...     protobuf.serialize_model(torch.nn.Linear(4, 2), file)
@@ -187,7 +187,7 @@ def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
         KeyError: The message names a module that ``model`` does not have.
         ValueError: A tensor is marked as neither parameter nor buffer.
 
-    Example:
+    Examples:
         >>> from tensorizer import protobuf
         >>> with open("model.pb", "wb") as file:
         ...     protobuf.serialize_model(torch.nn.Linear(4, 2), file)

@@ -114,7 +114,7 @@ class TensorSerializer:
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
 
-    Example:
+    Examples:
         >>> from tensorizer import TensorSerializer
         >>> with TensorSerializer("new.tensors") as serializer:
         ...     serializer.write_module(torch.nn.Linear(4, 2))
@@ -190,7 +190,7 @@ class TensorSerializer:
         Raises:
             OSError: The file could not be completed.
 
-        Example:
+        Examples:
             >>> serializer = TensorSerializer("new.tensors")
             >>> serializer.write_state_dict({"weight": torch.ones(4)})
             >>> serializer.close()
@@ -294,7 +294,7 @@ class TensorSerializer:
             TypeError: With `include_extra_state`, a state of another kind. Nothing was written.
             OSError: The data could not be written.
 
-        Example:
+        Examples:
             >>> with TensorSerializer("new.tensors") as serializer:
             ...     serializer.write_module(torch.nn.Linear(4, 2))
         """
@@ -323,7 +323,7 @@ class TensorSerializer:
             NotImplementedError: As for :meth:`write_module`.
             OSError: The data could not be written.
 
-        Example:
+        Examples:
             >>> with TensorSerializer("new.tensors") as serializer:
             ...     serializer.write_state_dict({"layers": [torch.ones(2), torch.ones(3)]})
         """
@@ -359,7 +359,7 @@ class TensorSerializer:
             ValueError: A name in use, an index out of range, an array in foreign byte order.
             NotImplementedError: As for :meth:`write_module`.
 
-        Example:
+        Examples:
             >>> with TensorSerializer("new.tensors") as serializer:
             ...     _ = serializer.write_tensor(0, "weight", tensorizer.TensorType.PARAM, torch.ones(4, 2))
         """

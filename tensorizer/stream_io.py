@@ -178,7 +178,7 @@ def open_stream(
         OSError: It cannot be opened. The error is a :class:`~tensorizer.StreamError`, and also a ``FileNotFoundError``
             or ``PermissionError`` if that is the reason.
 
-    Example:
+    Examples:
         >>> from tensorizer.stream_io import open_stream
         >>> with open_stream("https://models.example/model.tensors") as stream:
         ...     print(stream.read(5))

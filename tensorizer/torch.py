@@ -92,7 +92,7 @@ def load_file(
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
 
-    Example:
+    Examples:
         >>> tensors = tensorizer.load_file("model.tensors")
         >>> tensors["weight"].shape
         torch.Size([2, 4])
@@ -109,7 +109,7 @@ def load_file(
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
     """Loads the tensors of a file that is in memory; arguments and errors as :func:`load_file`.
 
-    Example:
+    Examples:
         >>> with open("model.tensors", "rb") as file:
         ...     content = file.read()
         >>> sorted(tensorizer.load(content))
@@ -158,7 +158,7 @@ def save_file(
             (:class:`UnsupportedContentError`); nothing was written.
         OSError: The target cannot be written.
 
-    Example:
+    Examples:
         >>> tensorizer.save_file({"weight": torch.ones(4)}, "new.safetensors", metadata={"step": "10"})
     """
     contents = state_dict_contents(check_state_dict(tensors), metadata)
@@ -181,7 +181,7 @@ def save(
 ) -> bytes:
     """Returns the file that :func:`save_file` would write, as bytes; arguments and errors as there.
 
-    Example:
+    Examples:
         >>> content = tensorizer.save({"weight": torch.ones(4)})
         >>> tensorizer.load(content)
         {'weight': tensor([1., 1., 1., 1.])}
@@ -242,7 +242,7 @@ def load_model(
         NotImplementedError: `model` has DTensors, which :class:`tensorizer.distributed.TensorizerReader` fills. It is
             as it was.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 2)
         >>> tensorizer.torch.load_model(model, "model.tensors")
         <LoadReport: 2 tensors, 40 bytes, of model.tensors into Linear: all names match>
@@ -292,7 +292,7 @@ def save_model(
         ValueError: As for :func:`save_file`; extra state that the format cannot hold.
         OSError: The target cannot be written.
 
-    Example:
+    Examples:
         >>> tensorizer.save_model(torch.nn.Linear(4, 2), "new.safetensors")
     """
     format = _format_of(filename, format)
@@ -327,7 +327,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         FormatError: Not a file of tensors, or two of them would have one name.
         OSError: It cannot be opened.
 
-    Example:
+    Examples:
         >>> with tensorizer.safe_open("model.tensors", "pt") as file:
         ...     print(file.keys(), file.get_tensor("bias").shape)
         ['bias', 'weight'] torch.Size([2])
@@ -366,7 +366,7 @@ class safe_open(AbstractContextManager["safe_open"]):
     def metadata(self) -> Optional[dict[str, str]]:
         """The texts that are stored beside the tensors; ``None`` if the file has none.
 
-        Example:
+        Examples:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
             ...     print(file.metadata())
             None
@@ -376,7 +376,7 @@ class safe_open(AbstractContextManager["safe_open"]):
     def keys(self) -> list[str]:
         """The names of all tensors and aliases, sorted.
 
-        Example:
+        Examples:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
             ...     print(file.keys())
             ['bias', 'weight']
@@ -386,7 +386,7 @@ class safe_open(AbstractContextManager["safe_open"]):
     def offset_keys(self) -> list[str]:
         """The names of the stored tensors in the order of the file.
 
-        Example:
+        Examples:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
             ...     print(file.offset_keys())
             ['weight', 'bias']
@@ -400,7 +400,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: The file has no tensor of that name.
 
-        Example:
+        Examples:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
             ...     print(file.get_tensor("bias").shape)
             torch.Size([2])
@@ -422,7 +422,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: The file lacks one of the names.
 
-        Example:
+        Examples:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
             ...     print(sorted(file.get_tensors(["weight", "bias"])))
             ['bias', 'weight']
@@ -438,7 +438,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: The file has no tensor of that name.
 
-        Example:
+        Examples:
             >>> with tensorizer.safe_open("model.tensors", "pt") as file:
             ...     print(file.get_slice("weight")[0:1].shape)
             torch.Size([1, 4])

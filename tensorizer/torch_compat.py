@@ -380,7 +380,7 @@ def tensorizer_saving(file_obj: LocationSpec = None, *, save_func: Optional[Save
             ``encryption`` or ``signing_key``.
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
 
-    Example:
+    Examples:
         >>> from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
         >>> with tensorizer_saving():
         ...     torch.save({"weight": torch.ones(4), "step": 7}, "checkpoint.pt")
@@ -426,7 +426,7 @@ def tensorizer_loading(
         ValueError: At the call of ``torch.load``: a ``pickle_module`` other than ``pickle``, or ``dtype`` among the
             keywords (the file holds the bytes of whole storages, not numbers).
 
-    Example:
+    Examples:
         >>> from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
         >>> with tensorizer_saving():
         ...     torch.save({"weight": torch.ones(4), "step": 7}, "checkpoint.pt")

@@ -39,7 +39,7 @@ def _mebibytes(nbytes: int) -> str:
 def get_gpu_name() -> str:
     """Returns the name of the current CUDA device, or ``"N/A"`` if there is none. Initialises CUDA if present.
 
-    Example:
+    Examples:
         >>> name = tensorizer.utils.get_gpu_name()
     """
     if not torch.cuda.is_available():
@@ -50,7 +50,7 @@ def get_gpu_name() -> str:
 class GlobalGPUMemoryUsage(NamedTuple):
     """Memory of one GPU, over all processes that use it, in bytes.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     print(tensorizer.utils.GlobalGPUMemoryUsage.now())
     """
@@ -105,7 +105,7 @@ def _nvml_index(device: Device) -> int:
 class TorchGPUMemoryUsage(NamedTuple):
     """Memory that torch's allocator holds on one GPU, in bytes: reserved from the driver, and in use by tensors.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     print(tensorizer.utils.TorchGPUMemoryUsage.now())
     """
@@ -143,7 +143,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 class CPUMemoryUsage(NamedTuple):
     """Host memory in bytes: the peak of this process, and what it may still allocate.
 
-    Example:
+    Examples:
         >>> tensorizer.utils.CPUMemoryUsage.now().free > 0
         True
     """
@@ -183,7 +183,7 @@ def _peak_rss() -> int:
 class MemoryUsage(NamedTuple):
     """Host and GPU memory at one moment; the GPU parts are ``None`` without a GPU.
 
-    Example:
+    Examples:
         >>> tensorizer.utils.MemoryUsage.now().cpu.free > 0
         True
     """
@@ -215,7 +215,7 @@ class MemoryUsage(NamedTuple):
 def get_mem_usage() -> str:
     """Returns one line about host and GPU memory at this moment. If CUDA is available, this may initialise it.
 
-    Example:
+    Examples:
         >>> tensorizer.utils.get_mem_usage().startswith("CPU: ")
         True
     """

@@ -495,7 +495,7 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
         TypeError: An argument has a wrong type.
         OSError: The location cannot be read.
 
-    Example:
+    Examples:
         >>> from tensorizer.weight_sync import WeightFollower, WeightPublisher
         >>> with WeightPublisher("weights") as publisher:
         ...     _ = publisher.publish({"weight": torch.ones(4)})

@@ -128,7 +128,7 @@ def convert(
         ValueError: An argument has a wrong value; `all_files` with a source that is not local; `all_files`, or several
             shards, with a `target` that is neither a folder nor has a known extension.
 
-    Example:
+    Examples:
         >>> tensorizer.convert("model.tensors", "model.safetensors")["tensors"]
         2
     """

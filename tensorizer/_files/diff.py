@@ -101,7 +101,7 @@ def diff(
         FormatError: Not a file of tensors.
         OSError: It cannot be opened or read.
 
-    Example:
+    Examples:
         >>> tensorizer.diff("model.tensors", "model.tensors")
         <DiffReport: model.tensors and model.tensors: 0 removed, 0 added, 0 changed, 2 equal>
     """

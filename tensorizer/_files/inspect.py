@@ -112,7 +112,7 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
 
-    Example:
+    Examples:
         >>> [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensorizer.inspect("model.tensors").tensors]
         [('weight', 'float32', (2, 4)), ('bias', 'float32', (2,))]
     """

@@ -65,7 +65,7 @@ def sign(
         HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
         OSError: The file cannot be read, or the signature cannot be written.
 
-    Example:
+    Examples:
         >>> key = tensorizer.SigningKey.generate()
         >>> tensorizer.sign("model.tensors", key)["signature"]
         'model.tensors.sig'

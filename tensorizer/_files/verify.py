@@ -136,7 +136,7 @@ def verify(
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file; ``verify="hub"`` of a
             file that is not from the hub.
 
-    Example:
+    Examples:
         >>> tensorizer.verify("model.tensors")
         <VerifyReport: model.tensors: ok: 2 verified>
     """

@@ -29,7 +29,7 @@ class CAInfo:
     Raises:
         ValueError: Not exactly one argument, or no such file or folder.
 
-    Example:
+    Examples:
         >>> from tensorizer.stream_io import CAInfo, open_stream
         >>> anyone = CAInfo(allow_untrusted=True)
         >>> with open_stream("https://models.example/model.tensors", certificate_handling=anyone) as stream:

@@ -78,7 +78,7 @@ class CURLStreamFile(WindowedReader):
             backward seek made necessary.
         popen_latencies: Seconds until the connection was made.
 
-    Example:
+    Examples:
         >>> from tensorizer.stream_io import CURLStreamFile
         >>> with CURLStreamFile("https://models.example/model.tensors", begin=0, end=5) as stream:
         ...     print(stream.read())

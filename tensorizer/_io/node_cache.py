@@ -66,7 +66,7 @@ class CacheOptions:
         TypeError: A field has another type.
         ValueError: A size is negative or no size; the field or the variable is named.
 
-    Example:
+    Examples:
         >>> from tensorizer.stream_io import open_stream
         >>> chosen = tensorizer.cache.CacheOptions("cache", max_size="500GB")
         >>> with open_stream("https://models.example/model.tensors", cache=chosen) as stream:

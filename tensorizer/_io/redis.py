@@ -161,7 +161,7 @@ class RedisStreamFile(WindowedReader):
         StreamNotFoundError: No key begins with the prefix.
         StreamError: The server cannot be reached, refuses the login, or fails; an ``OSError``.
 
-    Example:
+    Examples:
         >>> import redis
         >>> from tensorizer.stream_io import RedisStreamFile
         >>> client = redis.Redis("localhost", 6379)

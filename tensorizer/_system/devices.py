@@ -71,7 +71,7 @@ def as_device(device: Optional[Union[torch.device, str, int]]) -> torch.device:
 def get_device() -> torch.device:
     """Returns ``torch.device("cuda")``, without an index, if CUDA is available, else ``torch.device("cpu")``.
 
-    Example:
+    Examples:
         >>> device = tensorizer.utils.get_device()
     """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,7 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
         One decimal and the first unit in which the value is below one step, for example ``"123.5 MB"``. The largest
         unit is PB or PiB. Negative values stay in ``bytes``.
 
-    Example:
+    Examples:
         >>> tensorizer.utils.convert_bytes(1_500_000)
         '1.5 MB'
     """

@@ -84,12 +84,13 @@ def load_stream(
         TypeError: A keyword is unknown, or an argument has a wrong type.
         ValueError: An argument has a wrong value, such as ``verify="hub"`` for files that are not from the hub.
 
-    >>> import tensorizer
-    >>> tensorizer.save_file({"a": torch.ones(2), "b": torch.zeros(3)}, "model.safetensors")
-    >>> for name, tensor in tensorizer.load_stream("model.safetensors"):
-    ...     print(name, tensor.sum())
-    a tensor(2.)
-    b tensor(0.)
+    Examples:
+        >>> import tensorizer
+        >>> tensorizer.save_file({"a": torch.ones(2), "b": torch.zeros(3)}, "model.safetensors")
+        >>> for name, tensor in tensorizer.load_stream("model.safetensors"):
+        ...     print(name, tensor.sum())
+        a tensor(2.)
+        b tensor(0.)
     """
     for name in unknown:
         raise TypeError(f"load_stream() has no argument {name}=; {suggestion(name, _KEYWORDS)}")

@@ -78,7 +78,7 @@ def save_pretrained(
             ``SentenceTransformer`` is not ``"safetensors"``.
         OSError: The folder cannot be written.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
         >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -193,7 +193,7 @@ def from_pretrained(
         VerificationError, CryptographyError, FormatError, OSError: The files, as for
             :class:`tensorizer.TensorDeserializer`.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
         >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -293,7 +293,7 @@ def load_adapter(
         TypeError: `model` is not one of these.
         LoadError, OSError, ValueError: As for :func:`from_pretrained`.
 
-    Example:
+    Examples:
         >>> from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
         >>> from peft import LoraConfig, get_peft_model
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -90,7 +90,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             :class:`tensorizer.TensorDeserializer`. Loading a checkpoint of torch then raises.
         stream_options: Keywords for opening ``s3://`` URIs; ``storage_options`` of a save take precedence.
 
-    Example:
+    Examples:
         >>> from tensorizer.integrations.lightning import TensorizerCheckpointIO
         >>> storage = TensorizerCheckpointIO()
         >>> storage.save_checkpoint({"epoch": 3, "state_dict": {"weight": torch.ones(4)}}, "last.ckpt")
@@ -323,7 +323,7 @@ def load_from_checkpoint(
         RuntimeError: With `strict`, names or shapes of the module and of the checkpoint differ.
         pickle.UnpicklingError: As for :meth:`TensorizerCheckpointIO.load_checkpoint`.
 
-    Example:
+    Examples:
         >>> from lightning import LightningModule
         >>> from tensorizer.integrations.lightning import TensorizerCheckpointIO, load_from_checkpoint
         >>> class Module(LightningModule):

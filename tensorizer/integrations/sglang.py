@@ -26,10 +26,11 @@ def weights_iterator(
     Raises:
         TypeError, OSError, FormatError, HashMismatchError: As :func:`tensorizer.load_stream`.
 
-    >>> from tensorizer.integrations.sglang import weights_iterator
-    >>> tensorizer.save_file({"a": torch.ones(2)}, "model.safetensors")
-    >>> dict(weights_iterator("model.safetensors"))
-    {'a': tensor([1., 1.])}
+    Examples:
+        >>> from tensorizer.integrations.sglang import weights_iterator
+        >>> tensorizer.save_file({"a": torch.ones(2)}, "model.safetensors")
+        >>> dict(weights_iterator("model.safetensors"))
+        {'a': tensor([1., 1.])}
     """
     return load_stream(source, device=device, **options)
 
@@ -48,7 +49,7 @@ def load_weights(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     Raises:
         OSError, FormatError, HashMismatchError: As :func:`tensorizer.load_stream`.
 
-    Example:
+    Examples:
         >>> from tensorizer.integrations.sglang import load_weights
         >>> class Model:
         ...     def load_weights(self, weights):

@@ -46,7 +46,7 @@ class TensorsTrainerMixin:
             files are not encrypted, and the state of the optimizer reveals much about the weights.
         decryption: The key that belongs to it, for resuming.
 
-    Example:
+    Examples:
         >>> from transformers import Trainer
         >>> from tensorizer.integrations.transformers import TensorsTrainerMixin
         >>> class TensorsTrainer(TensorsTrainerMixin, Trainer):
@@ -144,7 +144,7 @@ class TensorsCallback(TrainerCallback):  # type: ignore[misc]
     Raises:
         TypeError: A keyword that ``save_pretrained`` does not have.
 
-    Example:
+    Examples:
         >>> from tensorizer.integrations.transformers import TensorsCallback
         >>> callback = TensorsCallback()  # Trainer(..., callbacks=[callback])
     """

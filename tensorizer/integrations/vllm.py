@@ -43,7 +43,7 @@ def register() -> None:
 
     If this release of vLLM has a different interface, this warns, and the other load formats work.
 
-    Example:
+    Examples:
         >>> from tensorizer.integrations.vllm import register
         >>> register()
     """

@@ -39,7 +39,7 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
         writer: Keywords of :class:`TensorizerWriter`.
         reader: Keywords of :class:`TensorizerReader`.
 
-    Example:
+    Examples:
         >>> import torch.distributed.checkpoint as dcp
         >>> from tensorizer.distributed import dcp_default
         >>> with dcp_default():

@@ -70,7 +70,7 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         OSError: The store cannot be asked, or the keys are wrong. A store that forbids to read a file (403) counts as
             one that does not have it, since that is its answer for missing files to keys that may not list.
 
-    Example:
+    Examples:
         >>> from tensorizer.distributed import is_complete
         >>> is_complete("no such folder")
         False
@@ -120,7 +120,7 @@ def verify(
         OSError: The marker cannot be read. If that is so on one rank, all raise.
         TypeError, ValueError: Wrong arguments.
 
-    Example:
+    Examples:
         >>> import torch.distributed.checkpoint as dcp
         >>> from tensorizer.distributed import TensorizerWriter, verify
         >>> _ = dcp.save({"weight": torch.ones(4), "step": 7}, storage_writer=TensorizerWriter("run"), no_dist=True)

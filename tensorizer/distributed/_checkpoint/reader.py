@@ -77,7 +77,7 @@ class TensorizerReader(Located, StorageReader):
         ValueError: An ``s3://`` URI without a bucket; `threads` below 1.
         TypeError: An argument of the wrong type.
 
-    Example:
+    Examples:
         Fill a model from a file of its weights. Under FSDP2, every rank reads its shards only:
 
         >>> import torch, torch.distributed.checkpoint as dcp

@@ -76,7 +76,7 @@ def dcp_to_files(
         HashMismatchError: With `verify_hash`, a box differs from what was written.
         OSError: A file cannot be read or written. The target is unchanged. If that is so on one rank, all raise.
 
-    Example:
+    Examples:
         >>> import torch, torch.distributed.checkpoint as dcp
         >>> from tensorizer.distributed import TensorizerWriter, dcp_to_files
         >>> model = torch.nn.Linear(4, 2)

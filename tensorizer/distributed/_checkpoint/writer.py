@@ -96,7 +96,7 @@ class TensorizerWriter(Located, StorageWriter):
 
     Source: docs/training.md, "Distributed checkpoints".
 
-    Example:
+    Examples:
         >>> import torch.distributed.checkpoint as dcp
         >>> from tensorizer.distributed import TensorizerWriter
         >>> _ = dcp.save({"weight": torch.ones(4), "step": 7}, storage_writer=TensorizerWriter("run"), no_dist=True)
