@@ -531,7 +531,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
                 :class:`tensorizer.distributed.TensorizerReader`.
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`; no name of the file begins with `prefix`.
-            TypeError: `m` is no module, or `filter_func` no function of a name. The file stays open for the next call.
+            TypeError: `m` is not a module, or `filter_func` not a function. The file stays open for the next call.
 
         Examples:
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:

@@ -356,9 +356,9 @@ def tensorizer_saving(file_obj: LocationSpec = None, *, save_func: Optional[Save
     current thread and task. Blocks nest; the innermost one's arguments apply. References to ``torch.save`` taken before
     the block (``from torch import save``) are not affected: import the library that takes them inside a block.
 
-    With ``encryption`` or ``signing_key``, ``torch.save`` raises where it would store tensors without: for
-    ``io.BytesIO`` without `file_obj`, through older references, and while the block is active in every thread and task
-    without a block of its own. What other processes save that you start inside the block, this does not reach.
+    With ``encryption`` or ``signing_key``, ``torch.save`` raises where it would store tensors without it: for
+    ``io.BytesIO`` without `file_obj`, through older references, and in every thread and task that has no block of its
+    own while this one is active. The block does not reach processes that you start inside it.
 
     Args:
         file_obj: Where the tensors go. ``None``: the name of the file given to ``torch.save`` with ``.tensors``
@@ -375,7 +375,7 @@ def tensorizer_saving(file_obj: LocationSpec = None, *, save_func: Optional[Save
 
     Raises:
         ValueError: At the call of ``torch.save``: a ``pickle_module`` other than ``pickle``, a fixed location used
-            twice, a list of locations used up, or no place for tensors that are to be encrypted or signed.
+            twice, a list of locations used up, or no location for tensors that must be encrypted or signed.
         RuntimeError: At the call of ``torch.save`` in another thread, which has no block, while this one has
             ``encryption`` or ``signing_key``.
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
@@ -417,7 +417,7 @@ def tensorizer_loading(
         file_obj: Where the tensors are, as for :func:`tensorizer_saving`; one fixed location may be loaded many times.
         load_func: ``load_func(file_obj, kwargs)`` replaces loading: returns or yields, in order, tensors whose
             storages hold the bytes.
-        suppress_weights_only: Use ``weights_only=False`` whatever the callers in the block ask for.
+        suppress_weights_only: Uses ``weights_only=False``, even if callers in the block pass something else.
         **kwargs: For :class:`~tensorizer.TensorDeserializer` (``device``, ``num_readers``, ``encryption``,
             ``verify_hash``, ...), except ``dtype``.
 

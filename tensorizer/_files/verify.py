@@ -109,7 +109,7 @@ def verify(
 
     Args:
         source: A path, URI, descriptor, open binary file object, a folder of shards or their index; or a checkpoint
-            folder of ``TensorizerWriter``, local or on ``s3://``, of which values that are no tensors are checked, too.
+            folder of ``TensorizerWriter``, local or on ``s3://``, of which other values are checked, too.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
         sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere.
@@ -119,8 +119,8 @@ def verify(
         stream_options: Keywords for opening a URI.
         public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
         require_authenticated: Whether the key or a signature must authenticate the file (docs/api/index.md).
-        verify: What whole files are compared with, too, as for :func:`tensorizer.load_stream`: ``"hub"``, or a path or
-            URI of a ``SHA256SUMS`` file or a signature of the model.
+        verify: Digests that whole files are also compared with, as for :func:`tensorizer.load_stream`: ``"hub"``, or a
+            path or URI of a ``SHA256SUMS`` file or an OpenSSF signature.
 
     Returns:
         The report. Tensors without data count as verified: there is nothing that could be wrong. A ``.safetensors``

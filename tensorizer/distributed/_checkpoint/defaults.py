@@ -25,7 +25,7 @@ _options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
 def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dict[str, Any]] = None) -> Block:
-    """Inside the block, code that names no storage, or torch's own file storage, uses this package's writer and reader.
+    """Inside the block, code that uses torch's default or file storage gets this package's writer and reader.
 
     Use it for ``dcp.save(state, checkpoint_id=…)`` and for libraries that use ``FileSystemWriter`` themselves
     (accelerate, Lightning). Folders of torch's writers still load. ``s3://`` works in place of a path. If blocks are

@@ -67,8 +67,8 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         stream_options: Keywords for opening ``s3://`` URIs.
 
     Raises:
-        OSError: The store cannot be asked, or the keys are wrong. A store that forbids to read a file (403) counts as
-            one that does not have it, since that is its answer for missing files to keys that may not list.
+        OSError: The store does not answer, or the keys are wrong. If the store answers 403 for a file, the file counts
+            as missing, because stores answer so for missing files if the keys may not list.
 
     Examples:
         >>> from tensorizer.distributed import is_complete
@@ -117,7 +117,7 @@ def verify(
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
-        OSError: The marker cannot be read. If that is so on one rank, all raise.
+        OSError: The marker cannot be read. If one rank cannot read it, all ranks raise.
         TypeError, ValueError: Wrong arguments.
 
     Examples:

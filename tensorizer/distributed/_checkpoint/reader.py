@@ -42,9 +42,9 @@ DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], Non
 class TensorizerReader(Located, StorageReader):
     """Reads checkpoints and models for ``dcp.load(…, storage_reader=TensorizerReader(path))``.
 
-    ``torch.distributed.checkpoint`` plans which rank needs what. Each rank reads only its parts, straight into the
-    memory of its tensors if dtypes agree and that memory is contiguous. World size, mesh and placements may differ from
-    those of the save. What the cache of the node holds comes from there.
+    ``torch.distributed.checkpoint`` plans which parts each rank needs. Each rank reads only its parts, straight into
+    the memory of its tensors if dtypes agree and that memory is contiguous. World size, mesh and placements may differ
+    from those of the save. Objects in the cache on the node are read from there.
 
     Leaves of a checkpoint that are neither tensors nor simple values are read with ``torch.load(weights_only=True)``.
     If that rejects one, the load raises unless `allow_pickle` is set.
@@ -56,19 +56,19 @@ class TensorizerReader(Located, StorageReader):
             the ``checkpoint_id`` of the load.
         verify_hash: Compares everything that is read with its digest, and digests of a checkpoint with its marker. It
             reads whole boxes or tensors, also if a part is enough.
-        verify: What the files of a model are compared with, as for :func:`tensorizer.load_stream`: ``"hub"``, a path or
-            URI of a ``SHA256SUMS`` file or of a signature of the model, or ``"auto"``, digests in ``.tensors`` files.
-            Each rank then reads whole files. ``None`` leaves it to `verify_hash`.
+        verify: The digests that the files of a model are compared with, as for :func:`tensorizer.load_stream`:
+            ``"hub"``, a path or URI of a ``SHA256SUMS`` file or an OpenSSF signature, or ``"auto"``, those in
+            ``.tensors`` files. Each rank then reads whole files. ``None`` leaves it to `verify_hash`.
         allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
         encryption: The key of an encrypted checkpoint or file, or a function without arguments that returns it. It
             authenticates marker and files.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
         stream_options: Keywords for opening URIs, as for :func:`tensorizer.stream_io.open_stream`.
-        public_key: Who has to have signed every file of tensors (``tensorizer sign``), as for
-            :class:`tensorizer.TensorDeserializer`; what is read is then compared with its digests. Signatures do not
+        public_key: Keys, one of which must have signed every file of tensors (``tensorizer sign``), as for
+            :class:`tensorizer.TensorDeserializer`. All data are then compared with their digests. Signatures do not
             cover the marker of a checkpoint, which says where each box is; the key of an encrypted checkpoint does.
-        require_authenticated: Rejects what neither the key nor a signature vouches for; ``None`` takes the value of
-            ``TENSORIZER_REQUIRE_AUTHENTICATED``.
+        require_authenticated: Rejects files that neither the key nor a signature authenticates; ``None`` takes the
+            value of ``TENSORIZER_REQUIRE_AUTHENTICATED``.
 
     Attributes:
         total_bytes_read: Bytes that came from storage since the reader was made.
@@ -133,15 +133,15 @@ class TensorizerReader(Located, StorageReader):
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what the marker of a checkpoint says, or the index of a model.
+        """Returns the content of the marker of a checkpoint, or of the index of a model.
 
-        With ``rank=`` it is the marker of one rank that saved without collectives. Torch keeps only the texts of these
-        errors.
+        With ``rank=``, it reads the marker of one rank that saved without collectives. Torch keeps only the texts of
+        these errors.
 
         Raises:
             FileNotFoundError: There is neither a complete checkpoint nor a model.
             FormatError: The marker or the model is damaged, or torch's own writers wrote the checkpoint.
-            AuthenticationError: The marker or the file differs from what the key or a signature vouches for.
+            AuthenticationError: The marker or the file does not match the key or the signature.
             CryptographyError: The key is missing or wrong.
             OSError: It cannot be read.
         """

@@ -55,7 +55,7 @@ def dcp_to_files(
         target: As for :func:`tensorizer.torch.save_file`. A folder that exists, or a name that ends with a slash, means
             ``model.safetensors`` or ``model.tensors`` in it.
         prefix: Selects the tensors and values whose names begin with this text, and removes it from their names:
-            ``"training.model."`` turns ``training.model.layer.weight`` into ``layer.weight``. It is no pattern.
+            ``"training.model."`` turns ``training.model.layer.weight`` into ``layer.weight``. It is not a pattern.
         max_shard_size: Bytes of a shard, or a text like ``"5GB"``; ``None``, the default, writes one file.
         format: ``"tensors"`` or ``"safetensors"``; ``None`` is ``"tensors"`` for a name that ends in ``.tensors``,
             otherwise ``"safetensors"``.
@@ -69,8 +69,8 @@ def dcp_to_files(
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
-        ValueError: No tensor has a name with `prefix`; the message has the prefixes that there are. Ranks passed
-            different arguments.
+        ValueError: No tensor has a name with `prefix`; the message lists the prefixes in the checkpoint. Or ranks
+            passed different arguments.
         UnsupportedContentError: The format cannot hold something, or there is no tensor; nothing was written.
         FormatError: Boxes do not cover a tensor, or the checkpoint is damaged.
         HashMismatchError: With `verify_hash`, a box differs from what was written.

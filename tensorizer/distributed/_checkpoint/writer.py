@@ -68,11 +68,11 @@ class TensorizerWriter(Located, StorageWriter):
     Nothing in the files is a pickle, except for leaves that are neither tensors nor made of numbers, texts, bytes,
     NumPy arrays of numbers, lists, tuples and dicts.
 
-    A tensor that is made of others (``__tensor_flatten__``), as of quantising libraries, is stored by these. To load
-    it, pass one of its class in the state dict.
+    Of a tensor that is made of others (``__tensor_flatten__``), as in quantising libraries, these are stored. To load
+    it, pass a tensor of its class in the state dict.
 
-    You can pickle it, as ``async_save`` in a process does: it holds no open file, thread or connection. A key is
-    pickled too; to avoid that, pass a function that returns the key.
+    You can pickle a writer, as ``async_save`` in a process does: it holds no open file, thread or connection. Its key
+    is pickled too; to avoid that, pass a function that returns the key.
 
     Args:
         path: A local folder, which is created, or an ``s3://`` prefix; ``None`` takes the ``checkpoint_id`` of the
@@ -91,8 +91,8 @@ class TensorizerWriter(Located, StorageWriter):
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: Another scheme than ``s3``, or no bucket; unknown `hashes`; `threads` below 1.
-        TypeError: An argument of the wrong type.
+        ValueError: The scheme is not ``s3``, or the URI has no bucket; `hashes` are unknown; `threads` is below 1.
+        TypeError: An argument has a wrong type.
 
     Source: docs/training.md, "Distributed checkpoints".
 
