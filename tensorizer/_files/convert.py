@@ -250,7 +250,7 @@ def _open_contents(
     files = pickled_files(source)
     if files:
         if access.trust.public_keys:
-            raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
+            raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle holds no signature")
         check_pickled(files, verify)
         tensors, skipped = read_pickled(files, skip_non_tensors)
         return contents_of_tensors(tensors), skipped, [source, *files], None

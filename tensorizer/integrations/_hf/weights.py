@@ -105,7 +105,9 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions, any_name:
             "nothing in it is run)"
         )
     if options.call.trust != NOBODY:
-        raise AuthenticationError(f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches")
+        raise AuthenticationError(
+            f"{folder.label}: not authenticated: {name} is a pickle, which holds neither a tag nor a signature"
+        )
     if options.mmap:
         raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
     files = _pickled_files(folder, name)
