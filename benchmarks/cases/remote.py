@@ -29,8 +29,9 @@ def http_place(bench: Bench, path: Path) -> HttpPlace:
 
 
 def https_place(bench: Bench, path: Path) -> HttpPlace:
-    """The same over TLS, whose authority the process then trusts: every contender knows this variable."""
-    os.environ["CURL_CA_BUNDLE"] = bench.settings["authority"]
+    """The same over TLS, whose authority the process then trusts: every contender knows one of these variables."""
+    for name in ("SSL_CERT_FILE", "CURL_CA_BUNDLE"):
+        os.environ[name] = bench.settings["authority"]
     return http_place(bench, path)
 
 
