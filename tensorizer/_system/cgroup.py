@@ -1,7 +1,7 @@
-"""What memory the container leaves, from the control groups (v1 and v2) of this process.
+"""Reads how much memory the container leaves, from the control groups (v1 and v2) of this process.
 
-A process in a container sees the memory of the whole machine unless it asks its control groups. Where there is no
-limit, no Linux, or nothing readable, the answer is ``None``: a figure is an aid, not an error.
+A process in a container sees the memory of the whole machine unless it asks its control groups. Without a limit, and on
+systems whose files cannot be read, the answer is ``None``: callers use the number as a hint, so no error is raised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Optional
 # cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
 _UNLIMITED = 1 << 60
 
-_ROOT = Path("/")  # tests have another one
+_ROOT = Path("/")  # tests replace it
 
 
 def _read_text(path: Path) -> Optional[str]:
@@ -33,7 +33,7 @@ def _read_int(path: Path) -> Optional[int]:
 
 
 def _read_table(path: Path) -> dict[str, int]:
-    """A file of ``name number`` lines."""
+    """Reads a file of ``name number`` lines."""
     table = {}
     for line in (_read_text(path) or "").splitlines():
         name, _, value = line.partition(" ")
@@ -43,7 +43,7 @@ def _read_table(path: Path) -> dict[str, int]:
 
 
 def _group_paths(root: Path) -> dict[str, str]:
-    """Controller to path of our group, from ``/proc/self/cgroup``; the v2 hierarchy goes under the name ``""``."""
+    """Maps controllers to the path of our group, from ``/proc/self/cgroup``. The v2 hierarchy has the name ``""``."""
     paths = {}
     for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
         parts = line.split(":", 2)
@@ -54,9 +54,9 @@ def _group_paths(root: Path) -> dict[str, str]:
 
 
 def _groups(controller: str, root: Path) -> list[tuple[int, Path]]:
-    """The folders whose limits count, each with the version of its hierarchy: our group and all groups above it.
+    """The folders whose limits apply, each with the version of its hierarchy: our group and all groups above it.
 
-    The controller's files may be in a v1 hierarchy that carries it, in the v2 hierarchy, or (hybrid) in both.
+    The files of the memory controller may be in a v1 hierarchy, in the v2 hierarchy, or (hybrid) in both.
     """
     paths = _group_paths(root)
     found = []
@@ -80,15 +80,15 @@ def _groups(controller: str, root: Path) -> list[tuple[int, Path]]:
 
 
 def _unescaped(field: str) -> str:
-    """A field of ``mountinfo``, where blanks and backslashes are written as three octal digits."""
+    """Decodes a field of ``mountinfo``, which writes blanks and backslashes as three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _group_folder(mount_point: Path, mount_root: str, group_path: str) -> Path:
     """The folder of a group below the mount point.
 
-    A container may see its group under the path it has on the host while only that group is mounted; then, and whenever
-    the folder is not there, the mount point itself is the best answer.
+    A container may see the path that its group has on the host although only that group is mounted. Then, and whenever
+    the folder does not exist, the mount point itself is the best answer.
     """
     relative = group_path
     if mount_root != "/" and (group_path == mount_root or group_path.startswith(mount_root + "/")):
@@ -105,7 +105,7 @@ def _group_limit(version: int, group: Path) -> Optional[int]:
 
 
 def _group_memory_available(version: int, group: Path) -> Optional[int]:
-    """Bytes the group may still allocate, counting its file cache as free, as the kernel does for the whole machine."""
+    """Bytes that the group may still allocate. Its file cache counts as free, as in the kernel's own figures."""
     limit = _group_limit(version, group)
     if version == 2:
         usage = _read_int(group / "memory.current")
@@ -123,7 +123,7 @@ def _group_memory_available(version: int, group: Path) -> Optional[int]:
 def memory_available(root: Path = _ROOT) -> Optional[int]:
     """Bytes this process may still allocate under the memory limits of its control groups; ``None`` without a limit.
 
-    The smallest amount over the process's group and its ancestors; the cache of files counts as free.
+    This is the smallest amount of the process's group and its ancestors. The cache of files counts as free.
     """
     amounts = (_group_memory_available(version, group) for version, group in _groups("memory", root))
     return min((amount for amount in amounts if amount is not None), default=None)
@@ -136,7 +136,7 @@ def memory_limit(root: Path = _ROOT) -> Optional[int]:
 
 
 def available_nbytes() -> int:
-    """Memory that this process may still take, of the machine or of its groups; the cache of files counts as free."""
+    """Bytes that this process may still take from the machine and its groups. The cache of files counts as free."""
     group = memory_available()
     try:
         machine = (

@@ -1,7 +1,7 @@
-"""Checks of arguments that reach the extension together with secrets.
+"""Checks arguments that reach the extension together with secrets.
 
-What the extension cannot take it quotes, and all arguments of the call with it. These errors name the argument, and the
-type or the number that was found; a text they never show.
+If the extension cannot convert an argument, its error quotes all arguments of the call. So these functions check first:
+their errors name the argument and the type or number that was found, and never show a text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
 
 def text(name: str, value: Any) -> str:
-    """`value`, if it is a ``str`` that can be sent.
+    """Returns `value` if it is a ``str`` that can be encoded as UTF-8.
 
     Raises:
         TypeError: It is another type.
-        ValueError: It has half of a surrogate pair, as names of files that are no UTF-8 have.
+        ValueError: It contains half of a surrogate pair, as Python's names of files that are not UTF-8 do.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected str, got {type(value).__name__}")
@@ -31,10 +31,10 @@ def text(name: str, value: Any) -> str:
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wanted: Optional[str] = None) -> int:
-    """`value` as an ``int`` from `least` to `most`; `wanted` says that in words.
+    """Returns `value` as an ``int`` from `least` to `most`; `wanted` describes the range in words.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
         ValueError: It is smaller or larger.
     """
     wanted = wanted or f"an integer from {least} to {most}"
@@ -48,12 +48,12 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
 
 
 def buffer_size(value: Any, default: int) -> int:
-    """The argument of that name, however small; `default` for ``None``. Raises as :func:`integer`."""
+    """The argument ``buffer_size``, however small; `default` for ``None``. Raises the errors of :func:`integer`."""
     return default if value is None else integer("buffer_size", value, -(1 << 63), wanted="a number of bytes")
 
 
 def binary_mode(mode: str, allowed: Sequence[str], scheme: Optional[str]) -> str:
-    """The mode of a stream, its letters in the usual order; raises ``ValueError`` for one that is not `allowed`."""
+    """Returns the mode of a stream with its letters in the usual order. ``ValueError`` if it is not `allowed`."""
     ordered = "".join(sorted(mode, key="rwaxb+".find))
     if ordered not in allowed:
         raise ValueError(f"mode for {scheme}:// must be one of {', '.join(allowed)}, got {mode!r}")
@@ -61,11 +61,11 @@ def binary_mode(mode: str, allowed: Sequence[str], scheme: Optional[str]) -> str
 
 
 def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """`value` as a time: at least 0, or above it. Larger ones, and infinity, are ``config.MAX_SECONDS``.
+    """Returns `value` as a time of at least 0, or above 0. Longer times and infinity become ``config.MAX_SECONDS``.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is smaller, or not a number.
+        TypeError: It is not a number.
+        ValueError: It is too small, or NaN.
     """
     wanted = wanted_seconds(above_zero)
     if isinstance(value, (str, bytes, bytearray)) or (
@@ -91,11 +91,11 @@ _MORE_THAN_THERE_WILL_EVER_BE = 0xFFFF
 
 
 def thread_limit(name: str, limit: Optional[int]) -> int:
-    """The bound that the extension takes for the argument `name`: 0, as many as are useful, for ``None``.
+    """The limit of threads to pass to the extension; ``None`` becomes 0, for as many as are useful.
 
     Raises:
-        TypeError: Not an int.
-        ValueError: Below 1.
+        TypeError: The argument `name` is not an int.
+        ValueError: It is below 1.
     """
     if limit is None:
         return 0

@@ -1,36 +1,36 @@
-"""Settings that come from the environment: read here and nowhere else, each documented where it is used."""
+"""Reads settings from the environment. No other module does; each variable is documented at its use."""
 
 from __future__ import annotations
 
 import os
 from typing import Optional
 
-# Eleven days: longer times are as long, so that sums of them overflow nowhere.
+# Eleven days. Longer times are shortened to it, so that sums of times never overflow.
 MAX_SECONDS = 1_000_000
-# What libcurl reads for plain HTTP, in its order.
+# The variables that libcurl reads for plain HTTP, in its order.
 _HTTP_PROXIES = ("http_proxy", "all_proxy", "ALL_PROXY")
 
 
 def env_text(name: str) -> Optional[str]:
-    """The variable's value, or ``None`` where it is unset or empty."""
+    """The variable's value, or ``None`` if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def http_proxy_is_secure() -> bool:
-    """Whether the proxy that libcurl finds for plain HTTP in the environment is reached over TLS."""
+    """Whether libcurl connects over TLS to the proxy for plain HTTP that the environment names."""
     return any(is_secure_proxy(env_text(name)) for name in _HTTP_PROXIES)
 
 
 def is_secure_proxy(url: Optional[str]) -> bool:
-    """Whether a proxy is one that is reached over TLS."""
+    """Whether libcurl connects to this proxy over TLS."""
     return (url or "").lower().startswith("https:")
 
 
 def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[int]:
-    """The variable as an integer from `minimum` to `maximum`; ``None`` where unset.
+    """The variable as an integer from `minimum` to `maximum`; ``None`` if it is unset.
 
     Raises:
-        ValueError: The text is no such integer; the message names the variable.
+        ValueError: The text is not such an integer; the message names the variable.
     """
     text = env_text(name)
     if text is None:
@@ -46,10 +46,10 @@ def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[i
 
 
 def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
-    """The variable as a time in seconds, at least 0 or above it, `MAX_SECONDS` at most; ``None`` where unset.
+    """The variable as a time in seconds, at least 0 or above 0, at most `MAX_SECONDS`; ``None`` if it is unset.
 
     Raises:
-        ValueError: The text is no such number; the message names the variable.
+        ValueError: The text is not such a number; the message names the variable.
     """
     text = env_text(name)
     if text is None:
@@ -64,16 +64,16 @@ def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
 
 
 def wanted_seconds(above_zero: bool) -> str:
-    """Which times are taken, in words."""
+    """Describes in words which times are accepted."""
     return f"a number {'above 0' if above_zero else '>= 0'} (seconds)"
 
 
 def share_of_node(most: int, least: int) -> int:
-    """This process's share of what the ranks of one machine have together: `most`, or fewer, but not below `least`."""
+    """This process's share of `most`, which the ranks of one machine divide among them; never below `least`."""
     ranks = ranks_of_node()
     return most if ranks == 1 else max(least, most // ranks)
 
 
 def ranks_of_node() -> int:
-    """How many ranks this machine has: ``LOCAL_WORLD_SIZE``, which torchrun and its like set; without it 1."""
+    """The number of ranks on this machine: ``LOCAL_WORLD_SIZE``, which torchrun and similar programs set, else 1."""
     return env_int("LOCAL_WORLD_SIZE", 1) or 1

@@ -1,4 +1,4 @@
-"""The fast path to and from CUDA devices: which tensors take it, and the engine that moves them."""
+"""Chooses which tensors take the fast path to and from CUDA devices, and makes the engine that copies them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from tensorizer import _C
 from tensorizer._system.config import env_text, share_of_node
 from tensorizer._system.devices import empty, ordinary_tensors
 
-# 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
+# 16 slots of 8 MiB keep a PCIe link busy while workers fill other slots; more do not make it faster.
 DEFAULT_RING_SLOTS = 16
-LEAST_RING_SLOTS = 4  # of a rank that shares its machine with others
+LEAST_RING_SLOTS = 4  # for a rank that shares its machine with others
 DEFAULT_RING_SLOT_NBYTES = 8 << 20
-IDLE_SECONDS = 30.0  # an unused ring goes back after that
+IDLE_SECONDS = 30.0  # an unused ring is freed after that
 
 
 def is_fast_device(device: torch.device) -> bool:
-    """Whether copies to this device go through the pinned ring: CUDA itself, with a driver; not ROCm."""
+    """Whether copies to this device go through the pinned ring. It needs CUDA with a driver; ROCm does not count."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return bool(_C.cuda_driver_is_present())
 
 
 def shares_host_memory(device: torch.device) -> bool:
-    """Whether this is a CUDA device whose memory is that of the host (GB10, GB200, Jetson)."""
+    """Whether this is a CUDA device that uses the memory of the host (GB10, GB200, Jetson)."""
     return is_fast_device(device) and _C.cuda_shares_host_memory(device.index)
 
 
-# Slots and their bytes, as the process asked for them; None for the defaults.
+# The number of slots and their bytes that the program chose; None for the defaults.
 _ring_size: tuple[Optional[int], Optional[int]] = (None, None)
 
 
 def set_ring_size(slots: Optional[int], slot_nbytes: Optional[int]) -> None:
-    """The size of rings that loads and saves ask for from now on; see :func:`tensorizer.cuda.set_pinned_memory`."""
+    """Sets the size of the rings that later loads and saves make; see :func:`tensorizer.cuda.set_pinned_memory`."""
     global _ring_size
     _ring_size = slots, slot_nbytes
 
 
 def engine_for(device: torch.device) -> _C.CudaCopyEngine:
-    """An engine for one load or save, ordered against the caller's current stream on `device`, which has an index."""
+    """Makes an engine for one load or save, whose copies are ordered with the caller's current stream on `device`.
+
+    The device must have an index.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream
     slots, slot_nbytes = _ring_size
     return _C.CudaCopyEngine(
@@ -57,7 +60,7 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
 
 
 def on_current_streams(work: Callable[..., None], devices: Iterable[torch.device]) -> Callable[..., None]:
-    """`work` for other threads, which begin with the default stream of each device: there too it uses those of now."""
+    """Wraps `work` for another thread, so that it uses the caller's current streams there, not the default streams."""
     streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
 
     def on_streams(*args: Any) -> None:
@@ -70,9 +73,9 @@ def on_current_streams(work: Callable[..., None], devices: Iterable[torch.device
 
 
 def why_host_decrypts(device: torch.device) -> str:
-    """Why encrypted chunks for this device are opened by the host; empty where the device opens them.
+    """The reason why the host decrypts chunks for this device; empty if the device decrypts them.
 
-    Waits for the device's kernels where they are asked for.
+    If the device is to decrypt, this waits for its kernels.
     """
     if not is_fast_device(device):
         return "it is no CUDA device with a driver"
@@ -85,7 +88,7 @@ def why_host_decrypts(device: torch.device) -> str:
 
 
 def _decrypt() -> str:
-    """What ``TENSORIZER_CUDA_DECRYPT`` says."""
+    """Returns the value of ``TENSORIZER_CUDA_DECRYPT``."""
     text = env_text("TENSORIZER_CUDA_DECRYPT") or "auto"
     if text not in ("auto", "0", "1"):
         raise ValueError(f"environment variable TENSORIZER_CUDA_DECRYPT: expected auto, 0 or 1, got {text!r}")
@@ -93,6 +96,6 @@ def _decrypt() -> str:
 
 
 def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:
-    """A flat byte tensor on `device`, in order of the caller's current stream; without `zeros` it may hold anything."""
+    """Allocates a flat byte tensor on the current stream of `device`; without `zeros`, its bytes are undefined."""
     with ordinary_tensors():
         return (torch.zeros if zeros else empty)(nbytes, dtype=torch.uint8, device=device)

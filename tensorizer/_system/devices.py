@@ -1,4 +1,4 @@
-"""Which device is meant here and now, and what kind of tensors a load makes."""
+"""Finds the device that an argument means, and keeps modes of torch away from the tensors that a load makes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Callable, Optional, Union
 
 import torch
 
-# torch.empty as torch made it: `utils.no_init_or_tensor` puts another function there, which is for models alone.
+# torch's own torch.empty. `utils.no_init_or_tensor` replaces it with a function that only models may use.
 empty: Callable[..., torch.Tensor] = getattr(torch._C, "_VariableFunctions").empty  # noqa: B009 - has no stub
 
 
 def resolve_cuda_device(device: torch.device) -> torch.device:
-    """Gives a CUDA device without an index the one that is meant here and now.
+    """Adds the index to a CUDA device that has none.
 
-    In this order: a ``torch.device("cuda:N")`` context or default device that names an index; the current device,
-    where CUDA is initialised; ``cuda:0``.
+    It takes the first of these: the index of a ``torch.device("cuda:N")`` context or default device; the current
+    device, if CUDA is initialised; ``cuda:0``.
     """
     if device.type != "cuda" or device.index is not None:
         return device
@@ -30,8 +30,8 @@ def resolve_cuda_device(device: torch.device) -> torch.device:
 def _ambient_device() -> torch.device:
     """The device that factory functions use here: the innermost device context, or the default device.
 
-    Asked without creating a tensor, since that would initialise CUDA. Contexts of ``torch.device`` and the default
-    device are function modes whose ``device`` attribute says what was asked for, index or not.
+    This creates no tensor, since that would initialise CUDA. Contexts of ``torch.device`` and the default device are
+    function modes, whose ``device`` attribute is the device that was asked for, with or without an index.
     """
     from torch.overrides import _get_current_function_mode_stack
 
@@ -43,10 +43,10 @@ def _ambient_device() -> torch.device:
 
 
 def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
-    """Within it new tensors are real and ordinary ones, whatever ``torch.inference_mode`` or dispatch mode is active.
+    """A block in which new tensors are real and ordinary, whatever ``torch.inference_mode`` or dispatch mode is active.
 
-    Weights outlive the block in which they happen to be loaded: inference tensors could not be trained after it, and
-    fake ones hold no data.
+    Weights outlive the block in which they are loaded. Inference tensors could not be trained after it, and fake
+    tensors hold no data.
     """
     modes = torch._C._len_torch_dispatch_stack()
     if not modes and not torch.is_inference_mode_enabled():
@@ -62,7 +62,7 @@ def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
 
 
 def as_device(device: Optional[Union[torch.device, str, int]]) -> torch.device:
-    """The device; a number is that of a CUDA device, as torch has it, also where there is none. ``None`` is the CPU."""
+    """Converts an argument to a device. A number means a CUDA device, even without CUDA; ``None`` means the CPU."""
     if device is None:
         return torch.device("cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -1,4 +1,4 @@
-"""Other values in place of attributes of other libraries, as long as somebody needs them."""
+"""Replaces attributes of other libraries while a block of the program needs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CountedPatch(contextlib.AbstractContextManager[None]):
     """Replaces attributes while at least one block that needs it is active, anywhere in the process.
 
     Args:
-        replacements: Called when the first block begins; gives owners, names of their attributes, and what goes there.
+        replacements: Called when the first block begins. Returns owners, the names of their attributes and new values.
     """
 
     def __init__(self, replacements: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
@@ -51,7 +51,7 @@ class CountedPatch(contextlib.AbstractContextManager[None]):
 
 @contextlib.contextmanager
 def in_this_task(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
-    """Within it `variable`, which tells this thread and task from others, has a value."""
+    """A block in which `variable`, which each thread and task has for itself, has this value."""
     outer = variable.get()
     variable.set(value)
     try:
@@ -61,19 +61,19 @@ def in_this_task(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
 
 
 class Activity(NamedTuple):
-    """What is active for one block, or for one call of a decorated function. Both make a context manager each time."""
+    """The context managers of one block, or of one call of a decorated function. Each call makes a new one."""
 
-    # From the first line to the last, also while a coroutine waits; a generator ends it at every step.
+    # Active from the first line to the last, also while a coroutine waits; a generator leaves it after every step.
     whole: _Make
-    # Only while code of the block runs, in the task that runs it.
+    # Active only while code of the block runs, in the task that runs it.
     step: _Make
 
 
 class Block(contextlib.AbstractContextManager[None]):
-    """A block to enter once with ``with``, and a decorator of functions, coroutines and generators.
+    """A block that a program enters once with ``with``, and a decorator of functions, coroutines and generators.
 
-    It is active while the code of a decorated coroutine or generator runs, wherever and whenever that is. What other
-    code does between the steps of a generator is not part of it.
+    It is active whenever the code of a decorated coroutine or generator runs, in any thread. Code that runs between the
+    steps of a generator is outside the block.
 
     Args:
         begin: Called when the block is entered, and at each call of a decorated function.
@@ -96,7 +96,7 @@ class Block(contextlib.AbstractContextManager[None]):
             active.__exit__(*exc)
 
     def __call__(self, function: _Function) -> _Function:
-        """Returns the function, whose calls run within a block of their own."""
+        """Returns a function that runs each call within its own block."""
         return cast(_Function, _decorated(function, self._begin))
 
 
@@ -180,7 +180,7 @@ def _async_generator(function: Any, begin: Callable[[], Activity]) -> Any:
 
 
 def _steps(inner: Any, active: _Make) -> Generator[Any, Any, Any]:
-    """What a generator, or what an awaitable gives, each of whose steps runs within a new `active()`."""
+    """Runs a generator, or the generator of an awaitable, with each step in a new `active()`."""
     step, argument = inner.send, None
     while True:
         with active():

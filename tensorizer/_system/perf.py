@@ -1,4 +1,4 @@
-"""Process-wide counters of time and bytes, for benchmarks; off unless ``TENSORIZER_ENABLE_PERF_STATS`` is set."""
+"""Counts time and bytes of the whole process, for benchmarks; off unless ``TENSORIZER_ENABLE_PERF_STATS`` is set."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measured(kind: str, nbytes: int) -> Iterator[None]:
 
 
 def totals() -> dict[str, float]:
-    """A copy of the counters.
+    """Returns a copy of the counters.
 
     Raises:
         RuntimeError: Counting is off.

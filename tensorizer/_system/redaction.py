@@ -1,4 +1,4 @@
-"""What messages leave out: secrets, the parts of URLs that may hold some, and advice of other libraries."""
+"""Removes from messages: secrets, the parts of URLs that may contain them, and advice of other libraries."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import pickle
 import re
 from typing import Any
 
-#: In these schemes the text before the at sign names a container, and no user.
+#: In these schemes, the text before the at sign names a container, not a user.
 CONTAINER_SCHEMES = ("az", "abfs", "abfss")
 _LOGIN = r"(?<=://)[^/\s\"'@]*@"
-# In these, a user and a password may stand before the host; a password in which a character was not escaped ends late.
+# In these, a user and a password may stand before the host. An unescaped password may contain further at signs.
 _LOGIN_SCHEMES = ("dav", "davs", "ftp", "http", "https", "redis", "rediss", "sftp", "smb", "ssh", "webdav")
 
 
 def shown_uri(uri: str) -> str:
-    """A URI for messages: without credentials, without query (which may be a signature) and fragment. Paths stay, and
-    keys of S3, in which these are characters like others."""
+    """A URI for messages, without credentials, query (which may be a signature) and fragment. Paths stay whole, as do
+    keys of S3, in which ``?`` and ``#`` are ordinary characters."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
     shown = scheme
-    while separator:  # chained schemes have further URIs in their paths
+    while separator:  # the paths of chained schemes contain further URIs
         scheme = re.split("[:/]", scheme)[-1].lower()
         place, separator, further = rest.partition("://")
-        if re.search("[?#]", place):  # the further one is part of a query
+        if re.search("[?#]", place):  # the further URI is part of a query
             place, separator = rest, ""
         place = _cut(place, scheme)
         authority, slash, path = place.partition("/")
@@ -36,8 +36,8 @@ def shown_uri(uri: str) -> str:
 
 
 def _cut(rest: str, scheme: str) -> str:
-    """What follows a scheme, without query and fragment, and without a login in which a character was not escaped."""
-    if scheme == "s3":  # whose keys may hold either character, and which has no queries with secrets
+    """Cuts query, fragment and login off the text after a scheme, also if a character of the login was not escaped."""
+    if scheme == "s3":  # its keys may contain either character, and its URIs have no queries with secrets
         return rest
     cut = re.split("[?#]", rest, maxsplit=1)[0]
     authority = cut.partition("/")[0]
@@ -49,7 +49,7 @@ def _cut(rest: str, scheme: str) -> str:
         return cut.rpartition("@")[2]
     if "@" in rest:
         return re.split("[?#]", rest.partition("@")[2], maxsplit=1)[0]
-    return host + cut[len(authority) :]  # of a login that has lost its host
+    return host + cut[len(authority) :]  # a login whose host is missing
 
 
 def shown_location(location: Any) -> str:
@@ -63,12 +63,12 @@ def shown_location(location: Any) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Somebody else's message: the URLs in it lose their credentials and queries."""
+    """Removes credentials and queries from the URLs in another library's message."""
     return re.sub(_LOGIN, "", re.sub(r"\?[^\s\"']*", "", text))
 
 
 def torch_refusal(error: Exception) -> str:
-    """Why ``torch.load(weights_only=True)`` refused: without its advice, which is to load the file all the same."""
+    """Why ``torch.load(weights_only=True)`` refused, without torch's advice to load the file anyway."""
     inner = error.__context__  # torch wraps what its unpickler raised in the advice
     reason = inner if isinstance(inner, pickle.UnpicklingError) else error
     return str(reason).strip().partition("\n")[0].partition(" Please use ")[0] or type(error).__name__

@@ -41,7 +41,7 @@ def size_text(nbytes: float) -> str:
 
 
 def counted(count: int, noun: str, nouns: Optional[str] = None) -> str:
-    """A number with its noun: ``"1 tensor"``, ``"2,000 tensors"``; `nouns` for plurals that do not end in s alone."""
+    """A number with its noun: ``"1 tensor"``, ``"2,000 tensors"``. Pass `nouns` if the plural needs more than an s."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
@@ -49,8 +49,8 @@ def parse_size(name: str, value: Union[int, str]) -> int:
     """A number of bytes, from a number or a text with a unit.
 
     Raises:
-        TypeError: Neither.
-        ValueError: Negative, or no size; the message has `name`.
+        TypeError: It is neither a number nor a text.
+        ValueError: It is negative or not a size; the message contains `name`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(f"{name}: expected a number of bytes or a text as '500GB', got {type(value).__name__}")
@@ -76,13 +76,13 @@ def runs(
     limit: float,
     kind_of: Optional[Callable[[_Item], Hashable]] = None,
 ) -> Iterator[Sequence[_Item]]:
-    """Consecutive items of at most `limit` bytes together, or one item where that alone is larger.
+    """Cuts items into runs: consecutive items of at most `limit` bytes together, or one item if it is larger.
 
     Args:
-        items: What is cut.
-        nbytes_of: The size of an item.
-        limit: Bytes; ``math.inf`` for no limit.
-        kind_of: Items of different kinds are never in one run.
+        items: The items to cut.
+        nbytes_of: Returns the size of an item.
+        limit: Most bytes of a run; ``math.inf`` for no limit.
+        kind_of: Returns the kind of an item. All items of a run have one kind.
     """
     begin, total = 0, 0
     for position, item in enumerate(items):
