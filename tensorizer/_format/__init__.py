@@ -1,1 +1,1 @@
-"""What is in a file: dtypes, entries, names, the tree of names (docs/format.md)."""
+"""Describes the content of a file: dtypes, entries, names, the tree of names (docs/format.md)."""

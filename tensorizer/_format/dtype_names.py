@@ -1,10 +1,10 @@
-"""What stored dtypes are called (docs/format.md, "dtypes"); without torch."""
+"""Translates stored dtypes to the names of torch (docs/format.md, "dtypes"), without importing torch."""
 
 from __future__ import annotations
 
 OPAQUE_SEPARATOR = "\0"
 
-#: What torch calls the dtypes that numpy has too, by what numpy calls them.
+#: From numpy's names of dtypes to torch's, for the dtypes that both have.
 NUMPY_NAMES = {
     "|u1": "uint8",
     "|i1": "int8",
@@ -24,12 +24,12 @@ NUMPY_NAMES = {
 
 
 def lacks_name(shown: bytes) -> bool:
-    """Whether an index shows the width of elements and no more, so that only the record header names their dtype."""
+    """Whether the index shows only the width of the elements, so that only the record header names the dtype."""
     return b"V" in shown and OPAQUE_SEPARATOR.encode() not in shown
 
 
 def dtype_text(stored: str) -> str:
-    """A stored dtype as torch calls it, without ``torch.``; as it is stored where torch has no such dtype."""
+    """The name of a stored dtype in torch, without ``torch.``; the stored text if torch has no such dtype."""
     numpy_part, _, name = stored.partition(OPAQUE_SEPARATOR)
     if name:
         return name.replace("torch.", "", 1)
@@ -37,11 +37,11 @@ def dtype_text(stored: str) -> str:
 
 
 def _other_spelling(numpy_part: str) -> str:
-    """What torch calls a dtype that is spelt as no release writes it (``"=f4"``, ``"bool"``); empty for others."""
-    import numpy as np  # for few files
+    """torch's name for a dtype in a spelling that no release writes (``"=f4"``, ``"bool"``); empty for other texts."""
+    import numpy as np  # few files need it
 
     try:
         found = np.dtype(numpy_part)
-    except (TypeError, ValueError, SyntaxError):  # numpy takes "i4,(" for Python
+    except (TypeError, ValueError, SyntaxError):  # numpy parses "i4,(" as Python code
         return ""
     return NUMPY_NAMES.get(found.str, "") if found.isnative else ""

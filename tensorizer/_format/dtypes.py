@@ -1,4 +1,4 @@
-"""Stored dtypes and torch dtypes: which text stands for which type (docs/format.md, "dtypes")."""
+"""Maps the texts of stored dtypes to torch dtypes and back (docs/format.md, "dtypes")."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _DLPACK = {
     torch.complex64: (_COMPLEX, 64),
     torch.complex128: (_COMPLEX, 128),
 }
-#: What ``dtype=`` converts among each other; everything else stays as it is stored.
+#: The dtypes that ``dtype=`` converts to each other. Tensors of other dtypes stay as they are stored.
 CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH_NAME = r"torch\.([A-Za-z_]\w*)\Z"
 
 
 class LoadedDtype(NamedTuple):
-    """How the extension makes a tensor of one stored dtype."""
+    """Tells the extension how to make a tensor of one stored dtype."""
 
     code: int  # DLPack type code
     bits: int
@@ -78,7 +78,7 @@ def torch_dtype(stored: str) -> torch.dtype:
 
 @functools.lru_cache(maxsize=64)
 def known_dtype(stored: bytes) -> Optional[torch.dtype]:
-    """The torch dtype that an index shows; ``None`` where only the record header names it, or torch has none."""
+    """The torch dtype that an index shows; ``None`` if only the record header names it, or torch does not have it."""
     try:
         return torch_dtype(stored.decode("utf-8", "replace"))
     except FormatError:
@@ -87,19 +87,19 @@ def known_dtype(stored: bytes) -> Optional[torch.dtype]:
 
 @functools.lru_cache(maxsize=256)
 def casts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
-    """Whether ``dtype=wanted`` converts tensors of the dtype `stored`, or may where that is not known."""
+    """Whether ``dtype=wanted`` converts tensors of the dtype `stored`; True also if `stored` is unknown."""
     return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)
 
 
 def _numpy_dtype(text: str, stored: str) -> np.dtype[Any]:
     try:
         return np.dtype(text)
-    except (TypeError, ValueError, SyntaxError):  # numpy takes "i4,(" for Python
+    except (TypeError, ValueError, SyntaxError):  # numpy parses "i4,(" as Python code
         raise FormatError(f"stored dtype {stored!r} is not a numpy dtype") from None
 
 
 def _normalized(numpy_part: str) -> torch.dtype:
-    """Other spellings of a native dtype ("<i1", "=f4", "bool"); foreign byte order is refused, as torch does."""
+    """Accepts other spellings of a native dtype ("<i1", "=f4", "bool"). Foreign byte order is an error, as in torch."""
     dtype = _numpy_dtype(numpy_part, numpy_part)
     if not dtype.isnative:
         raise FormatError(f"stored dtype {numpy_part!r} has foreign byte order")
@@ -111,7 +111,7 @@ def _normalized(numpy_part: str) -> torch.dtype:
 
 @functools.lru_cache(maxsize=64)
 def resolve(stored: bytes) -> LoadedDtype:
-    """What the extension asks once per distinct stored dtype of a load."""
+    """The extension calls this once for each stored dtype of a load."""
     dtype = torch_dtype(stored.decode("utf-8", "replace"))
     differentiable = dtype.is_floating_point or dtype.is_complex
     direct = _DLPACK.get(dtype)
@@ -156,12 +156,12 @@ def stored_for_array(dtype: np.dtype[np.generic]) -> str:
 
 
 def numpy_has(dtype: torch.dtype) -> bool:
-    """Whether numpy has arrays of it."""
+    """Whether numpy has arrays of this dtype."""
     return dtype in _TORCH_TO_STORED
 
 
 def is_quantised_by_torchao(config: Any) -> bool:
-    """Whether the configuration of a model, as the library has it or as in its file, says so."""
+    """Whether the configuration of a model, an object or the content of its file, says that torchao quantised it."""
     quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
     method = (
         quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)

@@ -12,12 +12,12 @@ from tensorizer._format.dtype_names import OPAQUE_SEPARATOR
 from tensorizer._format.names import Name
 from tensorizer.errors import FormatError
 
-#: Called with a plain name or a tuple of ``str`` and ``int``; the result is judged by truthiness.
+#: A filter: called with a plain name or a tuple of ``str`` and ``int``; a true result selects the tensor.
 FilterFuncType = Callable[[Name], Any]
 
 
 class TensorType(enum.IntEnum):
-    """What a tensor was when it was written."""
+    """The kind of a tensor when it was written."""
 
     PARAM = 0
     BUFFER = 1
@@ -71,10 +71,10 @@ class TensorEntry:
     metadata_version: int  # 1, or 5 where dimensions are stored with 64 bits
     name: Name
     type: TensorType
-    dtype: str  # as stored: a numpy dtype, and a torch name after a NUL where numpy has none
+    dtype: str  # as stored: a numpy dtype, then a NUL and torch's name if numpy lacks the dtype
     shape: tuple[int, ...]
-    offset: int  # of the record header, absolute
-    data_offset: int  # of the payload
+    offset: int  # offset of the record header in the file
+    data_offset: int  # offset of the payload in the file
     data_length: int  # payload bytes; 0 for tensors without data
     hashes: Optional[list[TensorHash]]  # None until the tensor has been read
     header_hashes: Optional[dict[HashType, Any]]
@@ -101,7 +101,7 @@ class TensorEntry:
 
 
 def flat_name(name: Name, type: TensorType) -> str:
-    """A name without the dot in front that modules give tensors of their root; the steps of a path joined by dots."""
+    """A flat name: without the leading dot of tensors of a root module; for a path, its steps joined by dots."""
     text = name if isinstance(name, str) else ".".join(map(str, name))
     of_root = type is not TensorType.STATE_DICT and text.startswith(".") and len(text) > 1
     return text[1:] if of_root else text

@@ -1,4 +1,4 @@
-"""Extra state of modules (``get_extra_state``) as text among a file's metadata (docs/format.md, "Extra state").
+"""Stores the extra state of modules (``get_extra_state``) as text in a file's metadata (docs/format.md, "Extra state").
 
 One JSON object, from the path of each module to its state: ``{"t": [dtype, shape, base64]}`` is a tensor,
 ``{"d": {key: state}}`` a dictionary.
@@ -19,24 +19,24 @@ from tensorizer._format.payloads import contiguous, dense_nbytes, stored_dtype
 from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
-#: Under which name the text is among the metadata.
+#: The key of the text in the metadata.
 KEY = "tensorizer.extra_state"
 
 #: States by module path, as they are stored.
 Nodes = dict[str, dict[str, Any]]
 
-# Metadata end at 100 MB, and text is a third larger than what it stands for.
+# Metadata may have 100 MB, and base64 is a third larger than the bytes it encodes.
 _MAX_NBYTES = 64 << 20
-# Nesting that a file may ask for; Python's own limit is far above.
+# The deepest nesting that is accepted in a file; Python's own limit is far higher.
 _MAX_DEPTH = 100
 
 
 def check_module(module: object, for_mappings: str = "") -> None:
-    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
+    """Refuses objects that are not modules; an object whose ``named_modules()`` returns modules counts as one.
 
     Args:
-        module: What was passed.
-        for_mappings: What to use for a state dict, as the end of a sentence.
+        module: The caller's argument.
+        for_mappings: The function to use for a state dict, as the end of a sentence.
 
     Raises:
         TypeError: Another type.
@@ -52,7 +52,7 @@ def check_module(module: object, for_mappings: str = "") -> None:
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """All modules by path, under each path that ``state_dict`` goes through."""
+    """All modules by path, each under every path on which ``state_dict`` visits it."""
     try:
         return dict(model.named_modules(remove_duplicate=False))
     except TypeError:  # a class that overrides the method with fewer arguments
@@ -60,25 +60,27 @@ def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def state_name(path: str) -> str:
-    """What ``state_dict`` calls the extra state of the module at `path`."""
+    """The name of the extra state of the module at `path` in a state dict."""
     return f"{path}._extra_state" if path else "_extra_state"
 
 
 def gives_state(module: torch.nn.Module) -> bool:
-    """Whether the class of a module has a ``get_extra_state`` of its own."""
+    """Whether the class of a module overrides ``get_extra_state``."""
     plain = torch.nn.Module.get_extra_state
     return getattr(type(module), "get_extra_state", plain) is not plain
 
 
 def takes_state(module: torch.nn.Module) -> bool:
-    """Whether the class of a module has a ``set_extra_state`` of its own."""
+    """Whether the class of a module overrides ``set_extra_state``."""
     plain = torch.nn.Module.set_extra_state
     return getattr(type(module), "set_extra_state", plain) is not plain
 
 
 def saved_beside(root: torch.nn.Module) -> list[str]:
-    """What classes of modules save by themselves, beside their tensors and extra state, as those of quantized layers
-    do; by the names of the state dict. Classes that save their tensors under other names are none of these."""
+    """Names in the state dict of objects that modules save beside tensors and extra state, as quantized layers do.
+
+    Classes that save their tensors under other names are left out.
+    """
     found: list[str] = []
     for path, module in modules_of(root).items():
         plain = torch.nn.Module._save_to_state_dict
@@ -87,7 +89,7 @@ def saved_beside(root: torch.nn.Module) -> list[str]:
         saved: dict[str, Any] = {}
         try:
             module._save_to_state_dict(saved, "", False)
-        except Exception:  # it has something to save that is not there yet
+        except Exception:  # its state cannot be had yet
             continue
         tensors = {**module._parameters, **module._buffers}
         own = {name for name in tensors if tensors[name] is not None} - module._non_persistent_buffers_set
@@ -98,22 +100,22 @@ def saved_beside(root: torch.nn.Module) -> list[str]:
 
 
 def is_without_state(module: torch.nn.Module) -> bool:
-    """Whether a module says that its state is ``None``, which no file holds."""
+    """Whether the extra state of a module is ``None``, which is not stored."""
     try:
         return module.get_extra_state() is None
-    except Exception:  # it has one that is not there yet, or takes states and gives none
+    except Exception:  # its state cannot be had yet, or it only overrides set_extra_state
         return False
 
 
 def to_text(nodes: Nodes) -> str:
-    """The text to store; ``""`` where there is nothing to store."""
+    """The text to store; ``""`` if there is nothing to store."""
     if not nodes:
         return ""
     return json.dumps(nodes, separators=(",", ":"), ensure_ascii=False)
 
 
 def pack(states: Mapping[str, Any]) -> Nodes:
-    """The states of modules, by module path, as they are stored.
+    """Encodes the states of modules, by module path, for the file.
 
     Raises:
         TypeError: A state that is neither a tensor nor a dictionary, with ``str`` keys, of such; all are checked.

@@ -1,4 +1,4 @@
-"""What a file is that was taken for one of ours; for the messages of errors, so it is imported when one is raised."""
+"""Recognises other kinds of files, for error messages. It is imported when such an error is raised."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple, Optional
 
 from tensorizer._system.redaction import without_secrets
 
-#: What :func:`foreign_kind` looks at, from the beginning of a file.
+#: How many bytes of the beginning of a file :func:`foreign_kind` looks at.
 HEAD_NBYTES = 1024
 
-# What configurations of models have, of transformers and of diffusers.
+# Keys in the configurations of models, of transformers and of diffusers.
 _CONFIGURATION = re.compile(r'"(model_type|architectures|_class_name)"')
 _PICKLED = ": read it with torch.load and write it with TensorSerializer"
-# What binary files begin with, what they are, and what to do about them.
+# The first bytes of binary files, what the files are, and what to do with them.
 _BINARY = (
     (
         b"GGUF",
@@ -22,7 +22,7 @@ _BINARY = (
         ", the format of llama.cpp, which is not read here: take the .safetensors files of the model",
     ),
     (b"PK\x03\x04", "a zip archive, as torch.save writes it", _PICKLED),
-    # Before torch.save wrote archives, its files began with a pickled magic number.
+    # Before torch.save wrote zip archives, its files began with a pickled magic number.
     (b"\x80\x02\x8a\x0al\xfc\x9cF", "a file of an old torch.save", _PICKLED),
     (b"\x1f\x8b", "compressed with gzip", ": unpack it first; a server must send it as it is"),
 )
@@ -32,7 +32,7 @@ _MESSAGE_LENGTH = 200
 
 
 class ForeignKind(NamedTuple):
-    """A kind of file, and what its reader can do."""
+    """A kind of file, and what the user can do with it."""
 
     name: str
     advice: str
@@ -42,14 +42,17 @@ class ForeignKind(NamedTuple):
 
 
 def foreign_kind(head: bytes) -> Optional[ForeignKind]:
-    """What a file begins as, where that is known and no format of ours. Quotes of it an error message only."""
+    """The kind of a file from its beginning; ``None`` for our formats and unknown ones.
+
+    It quotes nothing from the file except the error message of a server.
+    """
     for begin, name, advice in _BINARY:
         if head.startswith(begin):
             return ForeignKind(name, advice)
     try:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if len(head) < HEAD_NBYTES or error.start < len(head) - 3:  # the last character may be cut
+        if len(head) < HEAD_NBYTES or error.start < len(head) - 3:  # the last character may be incomplete
             return None
         text = head[: error.start].decode("utf-8-sig")
     text = text.lstrip()
@@ -76,9 +79,9 @@ def foreign_kind(head: bytes) -> Optional[ForeignKind]:
 
 
 def tell_foreign(error: Exception, text: bytes, wanted: Optional[str] = None) -> None:
-    """Adds to an error about a file what the file is, unless it says so already, or the file is of the kind `wanted`.
+    """Adds the kind of the file to an error, unless its text names the kind already or the kind is `wanted`.
 
-    Of the text of the file, the beginning is looked at.
+    `text` is the file's content, of which only the beginning is looked at.
     """
     kind = foreign_kind(text[:HEAD_NBYTES])
     if kind is not None and kind.name != wanted and kind.name not in str(error):
@@ -90,10 +93,10 @@ def _is_xet_json(text: str) -> bool:
 
 
 def _message_in(text: str) -> Optional[str]:
-    """What a short answer in JSON says of an error, in the places where servers put that; ``None`` if it does not."""
+    """The error message in a short JSON answer of a server, from the usual keys; ``None`` if there is no such key."""
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):  # or it goes on behind the head
+    except (ValueError, RecursionError):  # or the JSON continues behind the head
         return None
     for name in ("error", "message", "detail"):
         content = content.get(name, content) if isinstance(content, dict) else content

@@ -1,4 +1,4 @@
-"""Names of tensors: plain text on a flat top level, else the path through nested containers."""
+"""Names of tensors: a plain text at the top level, or a path through nested containers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Optional, Union
 
-# Names in a message that is about many tensors.
+# How many names a message about many tensors lists.
 _SHOWN_NAMES = 5
 
-#: One layer of a path: a mapping's key, or a position in a list.
+#: One step of a path: a key of a mapping, or a position in a list.
 Key = Union[str, int]
 Path = tuple[Key, ...]
-#: What users see: ``str`` for a tensor stored under a single text key, else the whole path.
+#: A name as users see it: ``str`` for a tensor stored under a single text key, else the whole path.
 Name = Union[str, Path]
 
 
@@ -22,7 +22,7 @@ def path_of(name: Name) -> Path:
 
 
 def name_of(path: Path) -> Name:
-    """What users see of a path."""
+    """The name that users see for a path."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
@@ -37,7 +37,7 @@ def name_text(name: Name) -> str:
 
 
 def natural_key(name: Name) -> tuple[tuple[int, int, str], ...]:
-    """What sorts names as people count: ``layers.2`` before ``layers.10``."""
+    """A sort key that orders names as people count: ``layers.2`` before ``layers.10``."""
     parts = re.split(r"([0-9]+)", name_text(name))
     return tuple((0, int(part), part) if i % 2 else (1, 0, part) for i, part in enumerate(parts))
 
@@ -50,13 +50,13 @@ def layer_of(name: Name) -> str:
 
 
 def listed(names: Sequence[Name]) -> str:
-    """Names for a message, the first few of many."""
+    """Lists names for a message; only the first few if there are many."""
     return ", ".join(repr(name) for name in names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
 
 
 def no_such_name(source: str, name: object, names: Iterable[Name]) -> KeyError:
-    """The error for a name that a file lacks; it has the nearest name of the file."""
-    import difflib  # for errors only
+    """The error for a name that is not in a file; it suggests the most similar name."""
+    import difflib  # only errors need it
 
     near = difflib.get_close_matches(str(name), map(name_text, names), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -64,10 +64,10 @@ def no_such_name(source: str, name: object, names: Iterable[Name]) -> KeyError:
 
 
 def double_name(named: Iterable[tuple[object, Hashable]]) -> Optional[str]:
-    """Which names would be one, as text for an error; ``None`` where all differ.
+    """Describes, for an error, names that would become the same name; ``None`` if all stay different.
 
     Args:
-        named: Names as they are stored, and what would stand for each.
+        named: Stored names, each with the name that would replace it.
     """
     seen: dict[Hashable, object] = {}
     for name, text in named:

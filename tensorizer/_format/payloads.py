@@ -1,4 +1,4 @@
-"""From the tensors and arrays that callers give to memory that can be written as it stands."""
+"""Turns the tensors and arrays that callers pass into memory that can be written unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_DIMENSIONS = 255
 
 
 def dense_nbytes(shape: Sequence[Any], itemsize: int) -> Optional[int]:
-    """Bytes of a tensor whose shape comes from a file; ``None`` where no tensor has such a shape, found in few steps.
+    """Bytes of a tensor whose shape comes from a file; ``None``, after few steps, if no tensor can have that shape.
 
-    Non-zero dimensions are limited even where another one is zero, as in an index.
+    As in an index, non-zero dimensions are limited even if another dimension is zero.
     """
     if len(shape) > _MAX_DIMENSIONS:
         return None
@@ -33,9 +33,9 @@ def dense_nbytes(shape: Sequence[Any], itemsize: int) -> Optional[int]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, on whatever devices, have one dtype, one shape and the same bytes: NaN equals the same NaN.
+    """Whether two tensors, on any devices, have the same dtype, shape and bytes. A NaN equals a NaN of the same bits.
 
-    Of tensors without data dtype and shape decide.
+    Tensors without data are equal if their dtype and shape are.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -49,9 +49,9 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
     """The dtype to store for a tensor that can be stored.
 
     Raises:
-        NotImplementedError: A tensor that the format cannot hold: quantized, sparse or nested; or one without memory
-            of its own, such as a wrapper around other tensors, which would be written as something else.
-        ValueError: An element width that the format does not know; a tensor of a lazy module that has no shape yet.
+        NotImplementedError: The format cannot hold the tensor: it is quantized, sparse or nested, or has no memory of
+            its own, such as a wrapper around other tensors, of which a file would not restore the same thing.
+        ValueError: The format does not know the element width, or the tensor of a lazy module has no shape yet.
     """
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"tensor {name!r} cannot be stored: its lazy module gives it a shape when it is first called")
@@ -67,10 +67,10 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
 
 
 def check_memory(name: Any, tensor: torch.Tensor, done: str) -> None:
-    """Refuses a tensor whose bytes nobody can read, with what cannot be done to it.
+    """Refuses a tensor whose bytes cannot be read. `done` completes the message: "cannot be stored".
 
     Raises:
-        NotImplementedError: It has no memory that holds all its elements, nor has what it gives when it is detached.
+        NotImplementedError: Neither the tensor nor the tensor that it detaches to has memory with all its elements.
     """
     if not has_own_data(tensor):
         raise NotImplementedError(
@@ -80,22 +80,24 @@ def check_memory(name: Any, tensor: torch.Tensor, done: str) -> None:
 
 
 def has_own_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or what it gives when it is detached, has memory that holds all its elements, as far as one can
-    tell of its device."""
+    """Whether a tensor, or the tensor that it detaches to, has memory with all its elements.
+
+    On devices other than the CPU and CUDA this cannot be seen and counts as true.
+    """
     return tensor.device.type not in ("cpu", "cuda") or _has_memory(tensor) or _detaches_to_memory(tensor)
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements, one after the other, are the memory at its address."""
+    """Whether a tensor's elements lie one after the other in the memory at its address."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()) and _has_memory(tensor)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements are where the tensor's address, strides and storage say."""
+    """Whether the storage has memory for all elements that the tensor's strides address."""
     if tensor.numel() == 0:
         return True
     storage = tensor.untyped_storage()
-    # fake tensors; then wrapper subclasses, and storages that were resized away
+    # the first is for fake tensors, the second for wrapper subclasses and storages that were resized to nothing
     if storage.device.type == "meta" or tensor.data_ptr() == 0:
         return False
     if tensor.is_contiguous():
@@ -106,21 +108,21 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _detaches_to_memory(tensor: torch.Tensor) -> bool:
-    """Whether a wrapper gives the plain tensor it stands for when detached, which is what is written then."""
+    """Whether a wrapper detaches to the plain tensor that it stands for. The save then writes that one."""
     try:
         plain = tensor.detach()
-    except NotImplementedError:  # a class that does not know how
+    except NotImplementedError:  # the class cannot detach
         return False
     return (plain.shape, plain.dtype) == (tensor.shape, tensor.dtype) and _has_memory(plain)
 
 
 def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:
-    """The tensor to write, and its stored dtype, of a tensor or array.
+    """The tensor to write for a tensor or array, and its stored dtype.
 
     Raises:
-        TypeError: Neither, or an array of a dtype that torch does not know.
-        ValueError: An array in foreign byte order.
-        NotImplementedError: As :func:`stored_dtype`.
+        TypeError: It is neither a tensor nor an array, or an array of a dtype that torch does not know.
+        ValueError: It is an array in foreign byte order.
+        NotImplementedError: As in :func:`stored_dtype`.
     """
     if isinstance(tensor, torch.Tensor):
         return tensor, stored_dtype(name, tensor)
@@ -135,7 +137,7 @@ def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    with warnings.catch_warnings():  # about read-only memory: it is only read here
+    with warnings.catch_warnings():  # torch warns about read-only memory; a save only reads it
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)
 
@@ -149,12 +151,12 @@ def is_copied(tensor: torch.Tensor, on_device: bool) -> bool:
 
 
 def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
-    """Contiguous memory with the tensor's bytes, in C order; the tensor itself where it is that already.
+    """A contiguous tensor with the same elements in C order; the tensor itself if it is contiguous already.
 
-    On the host, unless `on_device`: then where the tensor is.
+    The result is on the host; with `on_device`, it is on the tensor's device.
     """
     data = tensor.detach()
-    if data.is_meta:  # a scalar is stored as a real zero, everything else without data (docs/format.md)
+    if data.is_meta:  # a scalar is stored as a real zero, other tensors without data (docs/format.md)
         return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else empty(0, device="cpu")
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
@@ -162,5 +164,5 @@ def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
         data = data.to("cpu")
     if data.is_contiguous():
         return data
-    integers = dtypes.INTEGER_OF_WIDTH.get(data.dtype.itemsize)  # torch copies not all types, but all of these
+    integers = dtypes.INTEGER_OF_WIDTH.get(data.dtype.itemsize)  # torch cannot copy every dtype, but it can copy these
     return (data if integers is None else data.view(integers)).contiguous()

@@ -1,4 +1,4 @@
-"""What is written to ``.safetensors``: the header, and what the format cannot hold (docs/safetensors.md)."""
+"""Makes headers of ``.safetensors`` files, and refuses tensors that the format cannot hold (docs/safetensors.md)."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ METADATA = "__metadata__"
 
 
 def safetensors_dtype(dtype: torch.dtype) -> Optional[str]:
-    """What the format calls a torch dtype; ``None`` where it has no name for it."""
+    """The format's name for a torch dtype; ``None`` if it has none."""
     try:
         return _C.safetensors_dtype(stored_for_tensor(dtype).encode())
-    except (NotImplementedError, ValueError):  # no file can hold it
+    except (NotImplementedError, ValueError):  # the format has no such dtype
         return None
 
 
-#: Name, dtype and shape of a tensor to be written.
+#: Name, dtype and shape of a tensor to write.
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def canonical_order(entries: Sequence[Entry]) -> list[int]:
-    """Positions of checked entries in the order of the reference's writer: by rank of dtypes, then names as bytes."""
+    """Positions of checked entries in the order of the safetensors library: by rank of the dtype, then by name."""
     return _C.safetensors_order(_described(entries))
 
 
 def header_bytes(entries: Sequence[Entry], metadata: Optional[Mapping[str, str]]) -> bytes:
     """The length field and the header of a file that holds checked `entries` one behind the other.
 
-    Padded with spaces to a multiple of 8, so that every payload of the canonical order lies at a multiple of its
-    element size; metadata keep their order.
+    The header is padded with spaces to a multiple of 8, so that in the canonical order every payload starts at a
+    multiple of its element size. Metadata keep their order.
 
     Raises:
-        FieldRangeError: A header that is too long.
+        FieldRangeError: The header is too long.
     """
     return _C.safetensors_header(_described(entries), None if metadata is None else list(metadata.items()))
 
 
 def check_entries(entries: Sequence[Entry]) -> None:
-    """Refuses, by name and all at once, what the format cannot hold."""
+    """Refuses tensors that the format cannot hold; one error names them all."""
     names = {dtype: safetensors_dtype(dtype) for dtype in {dtype for _, dtype, _ in entries}}
     strange = [f"{name!r} ({dtype})" for name, dtype, _ in entries if names[dtype] is None]
     strange += [

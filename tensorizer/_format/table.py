@@ -1,4 +1,4 @@
-"""The table of tensors that Jupyter shows: what the index says, nothing loaded."""
+"""The table of tensors that Jupyter shows. It is made from the index; no tensor is loaded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple, Union
 from tensorizer._format.names import Name, layer_of, natural_key, path_of
 from tensorizer._system.sizes import counted, size_text
 
-# A notebook keeps what it shows: tens of thousands of rows would make it unusable.
+# A notebook stores the output of its cells: tens of thousands of rows would make it unusable.
 _MAX_ROWS = 500
-_MAX_OPEN_ROWS = 20  # a longer table is folded until somebody opens it
+_MAX_OPEN_ROWS = 20  # a longer table is folded until the user opens it
 
-# Sorts the rows by the clicked column, and the other way round on the next click. Works where the page allows scripts.
+# Sorts the rows by the clicked column, and in reverse order on the next click, if the page allows scripts.
 _SORT = (
     "const t=this.closest('table'),i=this.cellIndex,d=this.dataset.d=this.dataset.d==1?-1:1;"
     "[...t.tBodies[0].rows].sort((a,b)=>d*a.cells[i].dataset.v.localeCompare("
@@ -22,27 +22,27 @@ _SORT = (
 
 
 class Row(NamedTuple):
-    """What is shown of one tensor."""
+    """The cells of one tensor's row."""
 
     name: Name
     kind: str
     dtype: str
     shape: Sequence[int]
     nbytes: int
-    digests: str = ""  # of tensors that were read
+    digests: str = ""  # known for tensors that were read
 
 
-_Cell = tuple[str, Union[str, int]]  # what is shown, and what it is sorted by
+_Cell = tuple[str, Union[str, int]]  # the text of a cell, and its sort key
 
 
 def tensors_table(title: str, rows: Sequence[Row]) -> str:
     """HTML for tensors: totals by dtype and by layer, and a table with a row for each, in the natural order of names.
 
-    Columns in which all rows have the same are left out. A long table is folded.
+    Columns with the same text in all rows are left out. A long table is folded.
 
     Args:
         title: Text above the table.
-        rows: What to show; the first 500 in full, the others as a number.
+        rows: The tensors. The table has rows for the first 500 and counts the others.
     """
     ordered = sorted(rows, key=lambda row: natural_key(row.name))
     columns: dict[str, Callable[[Row], _Cell]] = {"name": _name_cell}
@@ -73,7 +73,7 @@ def _name_cell(row: Row) -> _Cell:
 
 
 def _totals(what: str, rows: Sequence[Row], key: Callable[[Row], str]) -> str:
-    """A folded table of the sums over rows that have a key in common."""
+    """A folded table of sums over the rows that have the same key."""
     groups: dict[str, list[int]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row.nbytes)

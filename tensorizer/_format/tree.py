@@ -1,4 +1,4 @@
-"""Nested containers and their flat form: a structure to (path, tensor) pairs, and names back to containers."""
+"""Flattens nested containers to (path, tensor) pairs, and rebuilds containers from names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tensorizer._format.names import Key, Name, Path, display
 
-#: A layer of names; a leaf is the number of its entry.
+#: A level of the tree of names; a leaf is the number of its entry.
 Node = dict[Key, Any]
 
 
@@ -45,7 +45,7 @@ def leaves(node: Node) -> list[int]:
 
 
 def read_only(node: Node, tensors: Mapping[int, torch.nn.Parameter]) -> types.MappingProxyType[Key, Any]:
-    """Nested read-only mappings over a branch; children first, without recursion."""
+    """Nested read-only mappings of a branch, made from the children up, without recursion."""
     order: list[Node] = []
     pending = [node]
     while pending:
@@ -63,11 +63,11 @@ def read_only(node: Node, tensors: Mapping[int, torch.nn.Parameter]) -> types.Ma
 def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors of nested mappings and sequences with their paths, depth first in iteration order.
 
-    The paths of containers without anything in them, of which nothing is left, are appended to `empty`.
+    Empty containers leave no pair; their paths are appended to `empty`.
 
     Raises:
-        TypeError: A mapping key that is not a ``str``, a leaf that is not a tensor (text and bytes included), a
-            structure that contains itself, or a top level that is neither mapping nor sequence.
+        TypeError: A mapping key is not a ``str``, a leaf is not a tensor (texts and bytes are not), the structure
+            contains itself, or the top level is neither a mapping nor a sequence.
     """
     if isinstance(structure, torch.Tensor) or not _is_container(structure):
         raise TypeError(
@@ -110,7 +110,7 @@ def _method_for(value: object) -> str:
 
 
 def _instead_of(value: object) -> str:
-    """What to do with a leaf that is not a tensor."""
+    """The advice of the error for a leaf that is not a tensor."""
     if isinstance(value, (bool, int, float, complex)):
         return f"store it as torch.tensor({value!r}), or keep it elsewhere; {_WHOLE_CHECKPOINT}"
     if isinstance(value, np.ndarray):
@@ -137,10 +137,10 @@ def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) ->
 def branch(paths: Iterable[tuple[Path, Any]]) -> Any:
     """Rebuilds containers from (path, leaf) pairs: dicts for string keys, for integer keys lists ordered by index.
 
-    Gaps in the integers close up. A single pair with an empty path is the leaf itself.
+    Gaps in the integers are closed. A single pair with an empty path gives the leaf itself.
     """
     root: Node = {}
-    layers: list[tuple[Node, Key, Node]] = []  # each with where it lies; those above it come before
+    layers: list[tuple[Node, Key, Node]] = []  # each container with its path; outer ones come first
     for path, leaf in paths:
         if not path:
             return leaf

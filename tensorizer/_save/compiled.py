@@ -1,4 +1,4 @@
-"""Models without the wrappers of ``torch.compile``, whose names no loader knows."""
+"""Removes the wrappers of ``torch.compile`` from models, because no loader knows the names that they add."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 def unwrapped(module: _Module) -> _Module:
-    """The module that was compiled, with its own class and names.
+    """The module that was compiled, with its original class and names.
 
     Args:
-        module: Any module. It is not changed: where parts of it are compiled, the result is a shallow copy, whose
-            parameters and buffers are those of `module`.
+        module: Any module. It is not changed. If parts of it are compiled, the result is a shallow copy that shares
+            the parameters and buffers of `module`.
     """
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
-    if wrapper is None:  # nothing can have been compiled
+    if wrapper is None:  # then nothing was compiled
         return module
     while isinstance(module, wrapper):
         module = module._orig_mod

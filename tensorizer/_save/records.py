@@ -1,4 +1,4 @@
-"""What is written to a file: its records, in order, and which of them are one tensor."""
+"""Lists the records that a save writes, in order, and finds tied tensors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tensorizer._format.extra_state import gives_state, modules_of
 from tensorizer._format.names import Name, Path, name_of, path_of
 from tensorizer._format.payloads import stored_dtype
 
-#: Path of the alias, path of its target, whether the alias's data are written too.
+#: Path of the alias, path of its target, and whether the data of the alias are written, too.
 Tie = tuple[Path, Path, bool]
 
 _KIND_LETTERS = {TensorType.PARAM: "p", TensorType.BUFFER: "b", TensorType.STATE_DICT: "sd"}
 
 
 class ModuleTensor(NamedTuple):
-    """One parameter or buffer, and where its module has it."""
+    """One parameter or buffer, and its place in the module."""
 
-    module: torch.nn.Module  # the one that holds it
-    attribute: str  # its name there
-    module_idx: int  # position in named_modules()
+    module: torch.nn.Module  # the module that holds it
+    attribute: str  # its name in that module
+    module_idx: int  # position of the module in named_modules()
     name: str  # "<module path>.<attribute>"; a tensor of the root starts with a dot
     is_buffer: bool
     tensor: torch.Tensor
-    is_second_name: bool = False  # of what its module has already, or of a module that was there already
+    is_second_name: bool = False  # a second name of a tensor or module that was listed before
 
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """One tensor that is to be written, wherever its data are now."""
+    """One tensor to write, and the source of its data."""
 
     path: Path
     dtype: torch.dtype
@@ -69,23 +69,23 @@ class Record:
         module_idx: int = 0,
         is_second_name: bool = False,
     ) -> Record:
-        """For a tensor whose data are where it is, and its stored dtype."""
+        """The record of a tensor that holds its own data."""
         shape = tuple(tensor.shape)
         return cls(path, tensor.dtype, shape, type, module_idx, tensor.is_meta, tensor, stored, is_second_name)
 
     @property
     def name(self) -> Name:
-        """What users call it."""
+        """The name that users see."""
         return name_of(self.path)
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype as ``.tensors`` files have it. Raises as :func:`stored_for_tensor`."""
+        """The dtype as ``.tensors`` files store it. Raises the errors of :func:`stored_for_tensor`."""
         return self.stored or stored_for_tensor(self.dtype)
 
     def begin(self) -> tuple[Path, bytes, tuple[int, ...], int, int, int, bool]:
-        """As ``SaveSession.begin_call`` takes it: path, stored dtype, shape, type, module, bytes of the payload, and
-        whether it is without data. A scalar of the meta device is stored as a real zero (docs/format.md)."""
+        """The argument of ``SaveSession.begin_call``: path, stored dtype, shape, type, module, bytes of the payload,
+        and whether it has no data. A scalar on the meta device is stored as a real zero (docs/format.md)."""
         nbytes = self.tensor_nbytes if not self.shape else self.nbytes
         dtype = self.stored_dtype.encode()
         return self.path, dtype, self.shape, int(self.type), self.module_idx, nbytes, self.without_data
@@ -99,8 +99,8 @@ def check_name(name: Any, kind: TensorType) -> Path:
     """The path that a caller's name stands for.
 
     Raises:
-        TypeError: Neither text nor a tuple.
-        ValueError: Several steps, for a tensor of a module.
+        TypeError: The name is neither a text nor a tuple.
+        ValueError: The name of a module's tensor has several steps.
     """
     if not isinstance(name, (str, tuple)):
         raise TypeError(f"name: expected a str or a tuple of str and int, got {type(name).__name__}")
@@ -118,9 +118,9 @@ def walk_module(
 ) -> Iterator[ModuleTensor]:
     """Every tensor of `root` in file order: per module its parameters, then its buffers, in registration order.
 
-    A module registered under two names appears once, a tensor registered twice in one module too; tensors shared by
-    different modules appear once per name (docs/format.md, "Modules"). With `under_all_names` all of them appear under
-    each of their names, as in the state dict.
+    A module that is registered under two names appears once, as does a tensor that one module registers twice. Tensors
+    that different modules share appear once per name (docs/format.md, "Modules"). With `under_all_names`, all of them
+    appear under each of their names, as in the state dict.
     """
     positions = {id(module): position for position, (_, module) in enumerate(root.named_modules())}
     passed: set[int] = set()
@@ -137,7 +137,7 @@ def walk_module(
 
 
 def _tensors_of(module: torch.nn.Module, under_all_names: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name, tensor and whether it is a buffer, of a module itself."""
+    """The module's own tensors: name, tensor, and whether it is a buffer."""
     if under_all_names:
         for registered, is_buffer in ((module._parameters, False), (module._buffers, True)):
             yield from ((name, tensor, is_buffer) for name, tensor in registered.items() if tensor is not None)
@@ -147,17 +147,17 @@ def _tensors_of(module: torch.nn.Module, under_all_names: bool) -> Iterator[tupl
 
 
 def record_of(held: ModuleTensor) -> Record:
-    """Raises as :func:`stored_dtype`."""
+    """The record of a module's tensor. Raises the errors of :func:`stored_dtype`."""
     kind = TensorType.BUFFER if held.is_buffer else TensorType.PARAM
     stored = stored_dtype(held.name, held.tensor)
-    # Readers take an index that is too large for the last one.
+    # Readers treat a larger position as the largest one.
     return Record.of_tensor(
         (held.name,), held.tensor, stored, kind, min(held.module_idx, 0xFFFF), is_second_name=held.is_second_name
     )
 
 
 def modules_with_extra_state(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules below `root`, by path, whose class has state beyond tensors."""
+    """The modules of `root`, by path, whose class has state beyond tensors."""
     return {path: module for path, module in root.named_modules() if gives_state(module)}
 
 
@@ -171,10 +171,10 @@ def extra_states(root: torch.nn.Module) -> dict[str, Any]:
 
 
 def ties_of(records: Iterable[Record]) -> dict[Path, Path]:
-    """From each further name of a tensor to its first one in `records`, whose sources are tensors.
+    """Maps each further name of a tied tensor to its first name in `records`. The sources of the records are tensors.
 
-    Tied are tensors of one kind over the same memory with the same shape, strides and dtype. Other overlaps are no
-    ties: such tensors are stored separately. A second name of one place of a module is one of the same object, too.
+    Tensors are tied if they are of one kind and have the same memory, shape, strides and dtype. Tensors that overlap in
+    another way are stored separately. A second name for one place in a module is a tie as well.
     """
     first: dict[Hashable, Path] = {}
     ties: dict[Path, Path] = {}
@@ -192,7 +192,7 @@ def ties_of(records: Iterable[Record]) -> dict[Path, Path]:
 
 
 def place_of(tensor: torch.Tensor) -> Optional[Hashable]:
-    """Equal for tensors that are one; ``None`` for those without data, which are never tied."""
+    """A key that is equal for tied tensors; ``None`` for tensors without data, which are never tied."""
     if tensor.is_meta or tensor.numel() == 0:
         return None
     kind: Sequence[Hashable] = (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())

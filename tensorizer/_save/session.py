@@ -1,4 +1,4 @@
-"""One ``.tensors`` file on its way: what is checked before, and how tensors are handed to the extension."""
+"""Writes one ``.tensors`` file: checks the arguments and hands tensors to the extension."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tensorizer._system.sizes import runs
 
 HASH_NAMES = ("crc32", "sha256")
 
-# Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
+# Most bytes of copies (of non-contiguous tensors and of tensors on other devices) that exist at a time.
 _COPY_BUDGET_NBYTES = 256 << 20
 
 
 def check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
-    """The chosen names; without a CRC-32 for encrypted tensors, whose four bytes would say too much about short ones.
+    """The hashes that the caller chose. Encrypted tensors get no CRC-32, whose four bytes would reveal short tensors.
 
     Raises:
-        ValueError: Another name.
+        ValueError: A name is unknown.
     """
     chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
     unknown = sorted(map(str, chosen.difference(HASH_NAMES)))
@@ -37,11 +37,11 @@ def check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> 
 
 
 def check_metadata(metadata: Any) -> dict[str, str]:
-    """The texts to store.
+    """The metadata to store.
 
     Raises:
-        TypeError: Not a mapping from ``str`` to ``str``.
-        ValueError: Text with lone surrogates, which UTF-8 cannot hold.
+        TypeError: It is not a mapping from ``str`` to ``str``.
+        ValueError: A text has lone surrogates, which UTF-8 cannot encode.
     """
     if metadata is None:
         return {}
@@ -53,7 +53,7 @@ def check_metadata(metadata: Any) -> dict[str, str]:
                 raise TypeError(f"metadata: expected str, got {type(text).__name__} at {key!r:.100}")
             try:
                 text.encode()
-            except UnicodeEncodeError:  # halves of surrogate pairs, as names of files have for bytes of no encoding
+            except UnicodeEncodeError:  # Python's names of files contain lone surrogates for undecodable bytes
                 raise ValueError(f"metadata: {ascii(key)[:100]}: text that is no Unicode cannot be stored") from None
     return dict(metadata)
 
@@ -62,8 +62,10 @@ def check_metadata(metadata: Any) -> dict[str, str]:
 
 
 def batches_to_copy(records: Sequence[Record], frees: bool = False) -> Iterator[Sequence[Record]]:
-    """Consecutive tensors of one device whose copies fit the budget together; all of them count where writing `frees`
-    the tensors, so that memory becomes free in steps."""
+    """Splits tensors into batches of one device whose copies fit the budget together.
+
+    If writing `frees` the tensors, those that need no copy count, too, so that memory becomes free in steps.
+    """
 
     def nbytes(record: Record) -> int:
         return record.nbytes if frees or is_copied(record.source, on_fast_device(record.source)) else 0
@@ -72,20 +74,22 @@ def batches_to_copy(records: Sequence[Record], frees: bool = False) -> Iterator[
 
 
 def stay_until_the_end(nbytes: int, behind: int) -> bool:
-    """Whether tensors that are taken out of their modules stay there until the call has succeeded, so that a failure
-    finds them: the last ones, as many as fit the budget, of which `behind` bytes are not written yet."""
+    """Whether tensors stay in their modules until the call has succeeded, so that they are there if it fails.
+
+    These are the last tensors, as many as fit the budget; `behind` is the number of bytes that follow.
+    """
     return not behind or nbytes + behind <= _COPY_BUDGET_NBYTES
 
 
 def on_fast_device(tensor: torch.Tensor) -> bool:
-    """Whether the extension takes the tensor's data from the device that it is on."""
+    """Whether the extension copies the tensor's data from its device."""
     return tensor.is_cuda and cuda_engine.is_fast_device(tensor.device)
 
 
 def write_tensors(session: _C.SaveSession, tensors: Sequence[torch.Tensor], progress: Any = None) -> None:
-    """Writes the next tensors, which are on one device, from where they are; copies are made where they have to be."""
+    """Writes the next tensors, which are on one device. Tensors are copied first only if they have to be."""
     fast = on_fast_device(tensors[0])
-    data = [contiguous(tensor, on_device=fast) for tensor in tensors]  # alive until the call returns
+    data = [contiguous(tensor, on_device=fast) for tensor in tensors]  # keeps the copies alive until the call returns
     engine = cuda_engine.engine_for(tensors[0].device) if fast else None
     session.write_payloads([memory_of(tensor) for tensor in data], engine=engine, progress=progress)
 
@@ -116,9 +120,9 @@ def tensors_file(
 ) -> Iterator[_C.SaveSession]:
     """The session to which the block hands the payloads of `records`, in order.
 
-    The file is there when the block ends; after an exception what was under its name before stays. Encrypted files hold
-    no CRC-32, whatever `hashes` says. With `binds_records`, the index digest of a plain file covers its record headers,
-    too, as that of encrypted and signed ones does.
+    The file exists when the block has ended; after an exception, an older file of that name stays. Encrypted files hold
+    no CRC-32, whatever `hashes` says. With `binds_records`, the index digest of a plain file also covers the record
+    headers, as it does in encrypted and signed files.
 
     Raises:
         OSError: The target cannot be written.
@@ -150,7 +154,7 @@ def tensors_file(
         session.finish()
     except BaseException:
         for end in give_up:
-            with contextlib.suppress(Exception):  # the exception that is on its way tells more
+            with contextlib.suppress(Exception):  # the exception that is being raised says more
                 end()
         raise
     opened.close()
