@@ -112,7 +112,7 @@ def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, An
 
 
 def print_report(report: dict[str, Any], output: Output) -> None:
-    """What was converted, in one line."""
+    """Prints in one line what was converted."""
     if output.json:
         output.document(report)
         return

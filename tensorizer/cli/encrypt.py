@@ -80,7 +80,7 @@ def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _check_target(arguments: argparse.Namespace) -> None:
-    """Before a key is derived from a passphrase, which takes a while."""
+    """Refuses a target that exists, before a key is derived from a passphrase, which takes a while."""
     from tensorizer._files.copy import check_target
     from tensorizer._io.call_options import CallOptions
     from tensorizer._io.model_files import is_checkpoint
@@ -91,7 +91,6 @@ def _check_target(arguments: argparse.Namespace) -> None:
     check_names_object(arguments.target)
     with cli.imports():
         from tensorizer._files.write import file_in_folder
-        from tensorizer._io.call_options import CallOptions
     check_keeps_keys(key_paths(arguments), [file_in_folder(arguments.target, "tensors")])
     check_target(arguments.target, arguments.force, CallOptions.to_write(stream_options=options))
 

@@ -1,4 +1,4 @@
-"""``tensorizer inspect`` (``ls``): what is in a file, from its index."""
+"""``tensorizer inspect`` (``ls``): lists the content of a file, from its index."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]
 
 
 def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
-    """Names that differ only in numbers share a row; the numbers are shown as a range where they have no gap."""
+    """Puts names that differ only in numbers into one row, which shows the numbers as a range if they have no gap."""
     groups: dict[tuple[str, str, tuple[int, ...], str], list[TensorInfo]] = {}
     for tensor in tensors:
         pattern = _NUMBER.sub("*", name_text(tensor.name))

@@ -1,4 +1,4 @@
-"""Where keys come from: files and environment variables, never the arguments themselves."""
+"""Reads keys from files and environment variables; the arguments never contain a key."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 _KEY_NBYTES = 32
-_MAX_PASSPHRASE_NBYTES = 65_536  # far above any; devices and pipes may have no end
+_MAX_PASSPHRASE_NBYTES = 65_536  # no passphrase is this long; devices and pipes may have no end
 _EXISTS = "{} exists: a key is never replaced"
-_FILES = ("key_file", "passphrase_file", "generate_key")  # how the names of options with paths end
+_FILES = ("key_file", "passphrase_file", "generate_key")  # the ends of the names of options with paths
 
 
 _Secret = tuple[bytes, bool]  # a key or a passphrase, and whether it is a key
 
 
 def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = "", generate: bool = False) -> None:
-    """Adds the options for a key; `prefix` is put before each name, `what` says in the help which key it is."""
+    """Adds the options for a key. `prefix` is put before each name; `what` names the key in the help text."""
     group = parser.add_argument_group(f"key of {what}").add_mutually_exclusive_group()
     group.add_argument(f"--{prefix}key-file", metavar="PATH", help="a file of 32 bytes or 64 hexadecimal digits")
     group.add_argument(f"--{prefix}key-env", metavar="VAR", help="an environment variable with 64 hexadecimal digits")
@@ -57,11 +57,11 @@ def check_keeps_keys(paths: Mapping[str, str], outputs: Sequence[str], copied: S
 
     Args:
         paths: The files of keys, by the options that name them.
-        outputs: Paths and URIs that will be written.
-        copied: Local files that will be copied without having been named one by one.
+        outputs: Paths and URIs that the command will write.
+        copied: Local files that the command will copy because they are in a folder.
 
     Raises:
-        UsageError: An output is such a file, or it is among `copied`, under whatever name.
+        UsageError: An output or a file of `copied` is a file of a key, also under another name.
     """
     for option, path in paths.items():
         for output in outputs:
@@ -78,21 +78,21 @@ def _is_same_file(one: str, other: str) -> bool:
         return True
     try:
         return os.path.samefile(one, other)
-    except OSError:  # one is missing
+    except OSError:  # one of them does not exist
         return False
 
 
 def decryption(
     arguments: argparse.Namespace, output: Output, encrypted: bool, prefix: str = "", what: str = "the file"
 ) -> Optional[DecryptionParams]:
-    """The key for reading: from the arguments or the environment's default.
+    """The key for reading, from the arguments or from the default environment variable.
 
     Args:
-        arguments: Parsed, with the options of `prefix`.
-        output: Where notes go.
-        encrypted: Whether the file is: a plain one asks for nothing, and a key that is named for it is refused later.
+        arguments: The parsed arguments, with the options of `prefix`.
+        output: Prints notes.
+        encrypted: Whether the file is encrypted. A plain file needs no key, and reading it with one is refused later.
         prefix: As for :func:`add_key_options`.
-        what: The file, for the message.
+        what: The name of the file, for the message.
 
     Raises:
         CryptographyError: The file is encrypted and there is no key.
@@ -121,10 +121,10 @@ def encryption(
 ) -> Optional[EncryptionParams]:
     """The key for writing; ``None`` if the arguments name none.
 
-    A new key is drawn and written when the writing first needs it, so an error before that leaves no key file.
+    A new key is made and written when the save first needs it, so an earlier error leaves no key file.
 
     Raises:
-        UsageError: A key is `required`, and there is none.
+        UsageError: A key is `required`, but the arguments name none.
         StreamExistsError: The file for a new key exists.
     """
     from tensorizer._encryption import EncryptionParams
@@ -164,7 +164,7 @@ def _named_for_writing(
 
 
 def write_new_key(path: str, key: bytes) -> None:
-    """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
+    """Writes a file that only its owner can read. It gets its name when it is complete, and never replaces another."""
     from tensorizer._io.new_files import FileAccess, NewFile
     from tensorizer.errors import StreamExistsError
 

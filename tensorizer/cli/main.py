@@ -18,7 +18,7 @@ from tensorizer._version import __version__
 from tensorizer.cli import output as said
 from tensorizer.cli.output import Output, UsageError, escaped
 
-#: The commands, in the order of the help, and the modules of this package that have them.
+#: The commands, in the order of the help, and the modules of this package that implement them.
 COMMANDS = {
     "inspect": "inspect",
     "ls": "inspect",
@@ -38,7 +38,7 @@ _EPILOG = "Exit status: 0 done, 1 differs or does not verify, 2 usage, 3 not fou
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, which would change their meaning with the next option."""
+    """argparse without abbreviations: a new option would change the meaning of an abbreviation."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """``--version``: what a report of a problem needs to say."""
+    """``--version``: prints the versions that a bug report should contain."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from tensorizer import _C
@@ -57,7 +57,7 @@ class _Version(argparse.Action):
 
 
 def make_parser(command: Optional[str] = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line; with the name of a command, of that alone, and no other is imported."""
+    """The parser of the whole command line, or only of `command`: then the other commands are not imported."""
     parser = _Parser(
         prog="tensorizer",
         description="Inspects, verifies, converts, encrypts, signs and compares files of tensors (.tensors, "
@@ -76,8 +76,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs one command.
 
     Args:
-        argv: The arguments. ``None`` is for programs: it takes those of the process, and interrupts end the process
-            before and after the work of the command.
+        argv: The arguments. ``None`` is for the program: it takes the arguments of the process, and interrupts end the
+            process before and after the work of the command.
 
     Returns:
         The exit status (docs/cli.md, "Exit status").
@@ -90,10 +90,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()
-    except OSError as error:  # of the output: the command's own are told where they come up
+    except OSError as error:  # writing the output failed; _run has reported the command's own errors
         for stream in (sys.stdout, sys.stderr):
             _drop(stream)
-        if isinstance(error, BrokenPipeError):  # whoever read it has seen enough
+        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe
             return 128 + signal.SIGPIPE
         print(f"tensorizer: standard output: {error.strerror or error}", file=sys.stderr)
         return said.status_of(error)
@@ -114,7 +114,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         return status
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and (_is_broken(sys.stdout) or _is_broken(sys.stderr)):
-            raise  # else it was a target, or a connection
+            raise  # else a target or a connection is broken
         status = said.status_of(error)
         if status < 0:
             raise
@@ -124,14 +124,15 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 
 
 def _check_texts(arguments: argparse.Namespace) -> None:
-    """Refuses empty texts, as of a variable that is not set: they would count as options that were not given."""
+    """Refuses empty texts, such as unset variables of a shell, which would count as options that were not given."""
     for name, value in vars(arguments).items():
         if name not in _POSITIONALS and (value == "" or (isinstance(value, list) and "" in value)):
             raise UsageError(f"{said.option_of(name)}: expected a text, got an empty one")
 
 
 def _open_streams() -> None:
-    """Streams that the caller has closed (``>&-``) are empty, or lose what is printed; none refuses a character."""
+    """Opens the null device for streams that the caller has closed (``>&-``), and lets standard output escape
+    characters that its encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
@@ -140,18 +141,18 @@ def _open_streams() -> None:
 
 
 def _is_broken(stream: TextIO) -> bool:
-    """Whether nobody reads what is written to a stream."""
+    """Whether a stream has no reader any more."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # a stream in memory
         return False
     poll = select.poll()
-    poll.register(descriptor, 0)  # errors are told unasked
+    poll.register(descriptor, 0)  # poll reports errors without being asked for them
     return bool(poll.poll(0))
 
 
 def _drop(stream: TextIO) -> None:
-    """Makes what a stream still holds go nowhere, so that the end of the process has nothing to complain of."""
+    """Discards the text that a stream still holds, so that Python prints no error about it at exit."""
     try:
         stream.flush()
     except OSError:
@@ -159,7 +160,7 @@ def _drop(stream: TextIO) -> None:
 
 
 def _message(error: BaseException) -> str:
-    """What went wrong, as other commands say it: the file, then what the system found."""
+    """The message of an error in the usual form of command lines: the file, then the error of the system."""
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
         return f"{shown_uri(error.filename)}: {error.strerror}"
     text = str(error) or type(error).__name__
@@ -168,7 +169,7 @@ def _message(error: BaseException) -> str:
     return text
 
 
-# What messages of the package advise, in the words of the command line.
+# Advice in messages of the package, and the same advice for users of the command line.
 _OPTIONS_OF_KEYWORDS = {
     "pass force_http=True for plain HTTP": "--s3-endpoint http://HOST asks for plain HTTP",
     "set s3_region_name or s3_endpoint": "set AWS_REGION or --s3-endpoint",

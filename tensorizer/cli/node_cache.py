@@ -1,4 +1,4 @@
-"""``tensorizer cache``: what the cache of the node holds."""
+"""``tensorizer cache``: shows and changes the content of the node's cache."""
 
 from __future__ import annotations
 

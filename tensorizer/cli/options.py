@@ -19,7 +19,7 @@ NO_SUCH_NAME = "--filter {}: no tensor has such a name"
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """What every command takes."""
+    """Adds the options that every command has."""
     group = parser.add_argument_group("output")
     loudness = group.add_mutually_exclusive_group()
     loudness.add_argument("-q", "--quiet", action="store_true", help="errors only")
@@ -60,7 +60,7 @@ def add_filter(parser: argparse.ArgumentParser) -> None:
 
 
 def name_filter(arguments: argparse.Namespace) -> Optional[Callable[[Name], bool]]:
-    """Whether a name matches ``--filter``; ``None`` where all do."""
+    """A function that says whether a name matches ``--filter``; ``None`` if all names match."""
     from tensorizer._format.names import name_text
 
     pattern = arguments.filter
@@ -68,10 +68,10 @@ def name_filter(arguments: argparse.Namespace) -> Optional[Callable[[Name], bool
 
 
 def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[str, Any]]:
-    """The keywords for opening `uris`; ``None`` where none of them is in a store.
+    """The ``stream_options`` for opening `uris`; ``None`` if all of them are local.
 
     Raises:
-        UsageError: One is ``-``, which other programs take for a standard stream; or it names nothing.
+        UsageError: A URI is ``-``, which other programs take for a standard stream, or it names no object.
     """
     if "-" in uris:
         raise UsageError(
@@ -84,15 +84,15 @@ def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[s
         return None
     chosen: dict[str, Any] = {"s3_endpoint": arguments.s3_endpoint, "s3_profile": arguments.s3_profile}
     if (arguments.s3_endpoint or "").lower().startswith("http://"):
-        chosen["force_http"] = True  # whoever types the scheme has asked for it
+        chosen["force_http"] = True  # by typing the scheme, the user has allowed plain HTTP
     return {name: value for name, value in chosen.items() if value is not None} or None
 
 
 def check_names_object(*uris: str) -> None:
-    """Refuses s3 URIs of whole buckets, where no folder is meant.
+    """Refuses S3 URIs of whole buckets for commands that need an object.
 
     Raises:
-        UsageError: There is no key.
+        UsageError: The URI has no key.
     """
     for uri in uris:
         parts = split_uri(uri)
@@ -101,11 +101,11 @@ def check_names_object(*uris: str) -> None:
 
 
 def _check_names_something(uri: str) -> None:
-    """Refuses URIs that end where a name should begin: with a name joined to them they would be local paths."""
+    """Refuses URIs that end after the scheme: joined with a name, they would become local paths."""
     scheme, location = scheme_of(uri), split_query(uri)[0].partition("://")[2]
     if scheme is not None and not (location if scheme in LOCAL_SCHEMES else location.strip("/")):
         raise UsageError(f"{shown_uri(uri)}: malformed URI: nothing follows {scheme}://")
-    if not uri.endswith("/"):  # else it is a folder, where one may be
+    if not uri.endswith("/"):  # else it may be a folder
         check_names_object(uri)
 
 

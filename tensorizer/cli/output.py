@@ -1,4 +1,4 @@
-"""What a command says: results to standard output, all else to standard error, and the exit status (docs/cli.md)."""
+"""Prints results to standard output and all else to standard error, and sets the exit status (docs/cli.md)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from tensorizer._system.config import env_text
 
 OK = 0
-DIFFERS = 1  # the answer is no: a digest that does not match, files that differ
+DIFFERS = 1  # the answer is no: a digest does not match, or files differ
 USAGE = 2
 UNREACHABLE = 3  # not found, no access, network, disk full
 INVALID = 4  # not a valid file
-KEY = 5  # missing, wrong or not wanted; authentication failed, a signature too
-TARGET = 6  # it exists, or its format cannot hold the content
+KEY = 5  # a key is missing, wrong or not wanted; authentication or a signature failed
+TARGET = 6  # the target exists, or its format cannot hold the content
 INTERRUPTED = 130
 
 SCHEMA = 1
@@ -28,14 +28,14 @@ _COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
 _GAP = "  "
 _SHORTEST_NAME = 16
 _SHORTEST_WORD = 3
-_LAST_WORDS = 3  # two, and what separates them
+_LAST_WORDS = 3  # two numbers, and the text between them
 _SEPARATOR = re.compile(r"([./](?![^{]*}))")  # not within {0...31}
 _NUMBERS = re.compile(r"\A[0-9{]| x[0-9]+\Z")
-_BEYOND_ASCII = re.compile(r"[^\n -~]")  # DEL too, which JSON leaves as it is
+_BEYOND_ASCII = re.compile(r"[^\n -~]")  # also DEL, which JSON does not escape
 
 
 def escaped(text: str) -> str:
-    """The text with control characters, terminal codes and marks of direction written out, as they cannot act then."""
+    """Escapes control characters, terminal codes and direction marks, so that they have no effect on a terminal."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
         for letter in text
@@ -43,12 +43,12 @@ def escaped(text: str) -> str:
 
 
 def option_of(name: str) -> str:
-    """The option that argparse stores under a name."""
+    """The option that argparse stores under this name."""
     return f"--{name.replace('_', '-')}"
 
 
 class Output:
-    """How one run of a command prints, as its common options say."""
+    """Prints for one run of a command, as its common options say."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.json: bool = arguments.json
@@ -58,31 +58,31 @@ class Output:
         self._progress: bool | None = arguments.progress
 
     def width(self) -> int | None:
-        """Columns of the terminal; ``None`` where the output is none: nothing is cut there."""
+        """Columns of the terminal; ``None`` if the output is not a terminal: then nothing is cut."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     def coloured(self, text: str, colour: str) -> str:
-        """The text in a colour, where colours are wanted: on a terminal, unless the environment objects."""
+        """The text in a colour, if the output is a terminal and the environment does not forbid colours."""
         wanted = sys.stdout.isatty() and not env_text("NO_COLOR") and env_text("TERM") != "dumb"
         if self._colour == "never" or (self._colour == "auto" and not wanted):
             return text
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
     def line(self, text: str = "") -> None:
-        """One line of the result."""
+        """Prints one line of the result."""
         print(text)
 
     def document(self, content: dict[str, Any]) -> None:
-        """The result as one JSON document."""
+        """Prints the result as one JSON document."""
         print(_json({"schema": SCHEMA, **content}))
 
     def note(self, text: str) -> None:
-        """What is worth knowing beside the result."""
+        """Prints a remark beside the result, to standard error."""
         if not self.quiet:
             print(text, file=sys.stderr)
 
     def detail(self, text: str) -> None:
-        """What only ``-v`` shows."""
+        """Prints a detail if ``-v`` was given."""
         if self.verbose:
             print(text, file=sys.stderr)
 
@@ -90,7 +90,7 @@ class Output:
         print(f"tensorizer: {text}", file=sys.stderr)
 
     def progress(self) -> bool | Any:
-        """What to pass as ``progress=``: a bar on a terminal, for work that lasts."""
+        """The argument for ``progress=``: on a terminal, a bar for work that takes long."""
         from tensorizer._progress import bars, terminal_bar
 
         if self._progress is None:
@@ -102,7 +102,7 @@ class Output:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """The text of a document; what the encoding of the output lacks, and what :func:`escaped` names, as escapes."""
+    """The JSON text of a document. Characters that the output cannot encode or :func:`escaped` escapes are escaped."""
     finite = _finite(content)
     text = json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False)
     text = _BEYOND_ASCII.sub(lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text)
@@ -114,7 +114,7 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with numbers that JSON lacks as the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``."""
+    """Replaces numbers that JSON lacks by the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,13 +125,13 @@ def _finite(value: Any) -> Any:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int], width: int | None) -> list[str]:
-    """Lines of a table. The first column is cut where the table is wider than `width` columns.
+    """Lines of a table. The texts of the first column are cut if the table is wider than `width` columns.
 
     Args:
         header: Names of the columns.
-        rows: Texts, as many in each as in the header; escaped already.
-        right: Columns whose texts end at the same place.
-        width: Columns of the terminal, ``None`` for no limit.
+        rows: For each row, one escaped text per column.
+        right: The columns to align to the right.
+        width: Columns of the terminal; ``None`` for no limit.
     """
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -147,15 +147,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset
 
 
 def _cut(text: str, width: int) -> str:
-    """The text in `width` columns: its longest words shortened, and where that does not do, without its middle.
+    """Shortens a text to `width` columns: it cuts the longest words, and if that is not enough, the middle of the text.
 
-    Numbers and the ends of a name are what tells tensors apart.
+    Numbers and the ends of names stay, because they tell tensors apart.
     """
     if len(text) <= width:
         return text
     parts = _SEPARATOR.split(text)  # words at even positions
     excess = len(text) - width
-    for among in (parts[:-_LAST_WORDS:2], parts[::2]):  # the last words say what a tensor is
+    for among in (parts[:-_LAST_WORDS:2], parts[::2]):  # the last words tell what a tensor is
         lengths = {2 * i: len(word) for i, word in enumerate(among) if not _NUMBERS.search(word)}
         while excess > 0 and lengths:
             longest = max(lengths, key=lambda i: lengths[i])
@@ -181,11 +181,11 @@ def _cut(text: str, width: int) -> str:
 
 
 class UsageError(Exception):
-    """Arguments that contradict each other, found after they were parsed."""
+    """Arguments contradict each other. argparse itself cannot find that."""
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status for an error that ended a command; ``-1`` for one that nobody expected."""
+    """The exit status for an error that ended a command; ``-1`` for an unexpected error."""
     from tensorizer import errors
 
     statuses: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (  # the first that fits
@@ -199,6 +199,7 @@ def status_of(error: BaseException) -> int:
         ((OSError, ImportError), UNREACHABLE),
         ((ValueError, TypeError), USAGE),
     )
-    if type(error).__module__.partition(".")[0] in ("botocore", "configparser"):  # which only who opens s3:// imports
-        return UNREACHABLE  # missing keys, a missing profile, a malformed configuration file
+    # By name, because only commands that open s3:// import botocore: missing keys or profile, malformed configuration.
+    if type(error).__module__.partition(".")[0] in ("botocore", "configparser"):
+        return UNREACHABLE
     return next((status for kinds, status in statuses if isinstance(error, kinds)), -1)

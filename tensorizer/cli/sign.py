@@ -1,4 +1,4 @@
-"""``tensorizer sign``: signatures beside files, and the keys for them."""
+"""``tensorizer sign``: signs files beside them, and makes keys for that."""
 
 from __future__ import annotations
 

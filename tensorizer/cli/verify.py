@@ -1,4 +1,4 @@
-"""``tensorizer verify``: data against digests."""
+"""``tensorizer verify``: compares data with stored digests."""
 
 from __future__ import annotations
 
