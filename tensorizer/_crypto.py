@@ -1,4 +1,4 @@
-"""Where keys are kept, the checks on what callers pass as keys, and whether encryption works here."""
+"""Keeps keys in memory, checks the keys that callers pass, and says whether encryption works on this system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorizer.errors import CryptographyError as CryptographyError  # 2.12.1 h
 
 # --- whether encryption works here -----------------------------------------------------------------------------------
 
-#: True where libsodium could be started. It is linked in, so False means a system without a source of randomness.
+#: True if libsodium could be started. It is linked in, so False means that the system has no source of randomness.
 available: bool = _C.sodium_available()
 
 
@@ -30,7 +30,7 @@ def require_crypto() -> None:
         )
 
 
-# --- keys as callers pass them, and where they are kept -------------------------------------------------------------
+# --- keys as callers pass them, and objects that keep them -----------------------------------------------------------
 
 _Object = TypeVar("_Object", bound="Immutable")
 
@@ -41,7 +41,7 @@ _SALT_NBYTES = 16
 
 
 class Provided:
-    """A key that somebody else hands out: asked for when first needed, once, whichever thread needs it first."""
+    """A key that a provider hands out. The first thread that needs the key asks for it, once."""
 
     __slots__ = ("__weakref__", "_lock", "_secret", "provider")
 
@@ -64,22 +64,22 @@ Key = Union[_C.SecretKey, Provided]
 
 
 def secret_of(key: Key) -> _C.SecretKey:
-    """The key itself; asks a provider that has not been asked yet."""
+    """Returns the key itself. A provider is asked if it has not been asked before."""
     return key.secret() if isinstance(key, Provided) else key
 
 
 def same_key(a: Optional[Key], b: Optional[Key]) -> bool:
-    """Constant-time comparison; two providers are equal where they are the same object."""
+    """Compares in constant time. Two providers are equal if they are the same object."""
     if a is None or b is None:
         return a is b
     if isinstance(a, Provided) or isinstance(b, Provided):
-        # Comparing must not ask a key service for anything.
+        # A comparison must not call a key service.
         return isinstance(a, Provided) and isinstance(b, Provided) and a.provider is b.provider
     return _C.same_secret(a, b)
 
 
 def same_bytes(a: Optional[bytes], b: Optional[bytes]) -> bool:
-    """Constant-time comparison."""
+    """Compares in constant time."""
     if a is None or b is None:
         return a is b
     return _C.same_secret(a, b)
@@ -129,7 +129,7 @@ def _encoded(what: str, text: str, encoding: str) -> bytes:
 
 
 def passphrase_bytes(source: Any, encoding: str) -> bytes:
-    """What Argon2id is given; ``ValueError`` for nothing, ``TypeError`` for what is neither text nor bytes."""
+    """The bytes that Argon2id gets. An empty passphrase is a ``ValueError``, another type a ``TypeError``."""
     if not isinstance(source, (str, bytes)):
         raise TypeError(f"passphrase: expected str or bytes, got {type(source).__name__}")
     if not source:
@@ -152,7 +152,7 @@ def salt_bytes(salt: Any, encoding: str) -> bytes:
 
 
 class Immutable:
-    """What is said once, when it is made, by :meth:`_set`. Copies are the object itself."""
+    """An object whose attributes :meth:`_set` sets once, when it is made. A copy of it is the object itself."""
 
     __slots__ = ()
 

@@ -20,7 +20,7 @@ _MAX_MEMLIMIT = 4_398_046_510_080
 
 
 class _Params(_crypto.Immutable):
-    """What parameters for both directions have in common: a key, if any, that is here or with somebody else."""
+    """What parameters for both directions have in common: a key, or a provider of one, or neither."""
 
     __slots__ = ("_key",)
     _key: Optional[Key]
@@ -60,7 +60,7 @@ class _Params(_crypto.Immutable):
         return None if self._key is None else _crypto.secret_of(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle holds the key in clear: whoever pickles a key wants it to arrive.
+        # A pickle holds the key in clear, because the process that unpickles it needs the key.
         if isinstance(self._key, Provided):
             return (type(self).from_provider, (self._key.provider,))
         secret = self._secret()
@@ -203,7 +203,7 @@ class EncryptionParams(_Params):
             return NotImplemented
         return self._derivation == other._derivation and _crypto.same_key(self._key, other._key)
 
-    __hash__ = None  # a class with __eq__ has to say it again
+    __hash__ = None  # a class with __eq__ does not inherit __hash__
 
     def __repr__(self) -> str:
         if self._derivation is None:

@@ -1,4 +1,4 @@
-"""From the public key parameters to what the extension decrypts and encrypts with."""
+"""Converts the public key parameters into the arguments with which the extension encrypts and decrypts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def key_ring(params: DecryptionParams) -> _C.KeyRing:
 def encryption_key(
     params: Optional[EncryptionParams],
 ) -> tuple[Optional[_C.SecretKey], Optional[tuple[int, int, bytes]]]:
-    """The key of a save, and (opslimit, memlimit, salt) where it came from a passphrase."""
+    """The key of a save, and (opslimit, memlimit, salt) if it was derived from a passphrase."""
     if params is None:
         return None, None
     return params._secret(), params.derivation
@@ -83,7 +83,7 @@ def _public_key_bytes(public_key: Any) -> bytes:
 
 
 def signer_of(signing_key: Any) -> _C.Signer:
-    """What the extension signs with. Raises ``TypeError`` for anything but a ``SigningKey``."""
+    """The argument with which the extension signs. Raises ``TypeError`` for anything but a ``SigningKey``."""
     from tensorizer._signing import SigningKey
 
     if not isinstance(signing_key, SigningKey):

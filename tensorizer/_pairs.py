@@ -1,8 +1,9 @@
-"""Which ``.tensors`` file belongs to which ``.pt`` file: the note in one, the number in the other, and their names.
+"""Pairs each ``.tensors`` file (the sidecar) with its ``.pt`` file: by a note in the ``.pt`` file, a number in both,
+and their names.
 
-The latest save has the name that every release looks for: that of the ``.pt`` file with ``.tensors`` behind it. If a
-sidecar is about to be replaced while another ``.pt`` file needs it, one that was renamed or copied, it gets a name of
-its own first. A load finds it by the name in the ``.pt`` file and the pair number.
+The sidecar of the latest save has the name that every release looks for: the name of the ``.pt`` file and ``.tensors``.
+If a save would replace a sidecar that another ``.pt`` file still needs, because that one was renamed or copied, the
+save renames the sidecar first. A load then finds it by the name in the ``.pt`` file and the pair number.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ logger = logging.getLogger("tensorizer.torch_compat")
 
 # --- the note in the .pt file --------------------------------------------------------------------------------------
 
-# name, then: its length, magic. The full stop makes the end look like that of a pickle to readers that know no names.
+# The name, its length, the magic. The magic ends with a full stop, as a pickle does, for releases that know no names.
 _NAME = struct.Struct("<I8s")
 _NAME_MAGIC = b"TZRNAME."
 # sizes (u64 each), then: pair_id (u64), number of sizes (u64), magic; all little-endian
 _FOOTER = struct.Struct("<QQ8s")
 _FOOTER_MAGIC = b"TZRPAIR1"
-# In torch's older format other pickles follow: there the note is a text among the facts about the system, in front.
+# In torch's older format, other pickles follow the first one. There the note is a text among the facts about the
+# system, which stand at the start.
 _TEXT_KEY = "tensorizer_pair"
 _TEXT = re.compile("TZRPAIR2:([0-9a-f]{16}):(.*)", re.DOTALL)
 
 _IN_CONTENT = re.compile(b"TZRPAIR1|TZRPAIR2:([0-9a-f]{16}):")
 _ZIP_MAGIC = b"PK\x03\x04"
-_OLDER_MAGIC = b"\xfc\x9cF\xf9 j\xa8P\x19"  # of torch's older format, in its first pickle
-# Of larger files, in which other content is, only the places are read where notes are.
+_OLDER_MAGIC = b"\xfc\x9cF\xf9 j\xa8P\x19"  # is in the first pickle of torch's older format
+# Larger files hold other content, too: only the places where a note can stand are read.
 _LOOKED_THROUGH_NBYTES = 64 << 20
 
 
 class PairNote(NamedTuple):
     """What a ``.pt`` file knows about its sidecar."""
 
-    pair_id: int  # 0: the sidecar carries none
+    pair_id: int  # 0: the sidecar has no number
     sizes: Optional[tuple[int, ...]]  # bytes of each storage; None in torch's older format
-    name: str = ""  # of the sidecar, without a folder; empty where it is not a local file
+    name: str = ""  # name of the sidecar, without its folder; empty if it is not a local file
 
     def to_bytes(self) -> bytes:
         sizes = self.sizes or ()
@@ -61,7 +63,7 @@ class PairNote(NamedTuple):
 
     @classmethod
     def behind_pickle(cls, data: memoryview) -> Optional[PairNote]:
-        """The note at the end of a pickled record; ``None`` where there is none (another writer)."""
+        """The note at the end of a pickled record; ``None`` if another writer wrote it, without a note."""
         footer_at = len(data) - _FOOTER.size
         if footer_at < 1:
             return None
@@ -83,19 +85,19 @@ class PairNote(NamedTuple):
 
     @classmethod
     def from_facts(cls, facts: Any) -> Optional[PairNote]:
-        """The note in what :meth:`in_facts` has made; ``None`` in anything else."""
+        """The note in pickles that :meth:`in_facts` made; ``None`` for anything else."""
         text = facts.get(_TEXT_KEY) if type(facts) is dict and "type_sizes" in facts else None
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         return None if found is None else cls(int(found[1], 16), None, _name_only(found[2]))
 
 
 def is_facts(obj: Any) -> bool:
-    """Whether it is what torch's older format says about the system, in front of the object."""
+    """Whether these are the facts about the system that torch's older format stores before the object."""
     return isinstance(obj, dict) and obj.keys() == {"protocol_version", "little_endian", "type_sizes"}
 
 
 def _name_only(name: str) -> str:
-    """A name that stands in a file must not lead to another folder."""
+    """Refuses a name in a file that leads to another folder."""
     return "" if name != os.path.basename(name) or name in (os.curdir, os.pardir) or "\0" in name else name
 
 
@@ -110,17 +112,17 @@ def new_pair_id() -> int:
 
 
 def path_of(location: Any) -> Optional[str]:
-    """The local path that a location names; ``None`` for open files and for URIs elsewhere."""
+    """The local path that a location names; ``None`` for open files and for other URIs."""
     return local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
 
 
 def _file_path(location: Any) -> Optional[str]:
     path = path_of(location)
-    return path if path is not None and os.path.isfile(path) else None  # opening a pipe would wait for its writer
+    return path if path is not None and os.path.isfile(path) else None  # opening a pipe would wait for a writer
 
 
 def stamp(location: Any, pair_id: int) -> bool:
-    """Put the number into a finished local sidecar. False where that is not possible: the pair is then not numbered."""
+    """Writes the number into a finished local sidecar. Returns False if that fails: the pair then has no number."""
     path = _file_path(location)
     if path is None:
         return False
@@ -135,7 +137,7 @@ def stamp(location: Any, pair_id: int) -> bool:
 
 
 def stamp_of(location: Any) -> int:
-    """The number in a local sidecar; 0 where there is none or it cannot be seen from here."""
+    """The number in a local sidecar; 0 if it has none or cannot be read."""
     path = _file_path(location)
     if path is None:
         return 0
@@ -146,7 +148,7 @@ def stamp_of(location: Any) -> int:
             file.seek(_RESERVED_AT)
             return int.from_bytes(file.read(_RESERVED_NBYTES), "little")
     except OSError:
-        return 0  # opening it for its tensors says what is wrong
+        return 0  # the load that opens it for its tensors reports the error
 
 
 # --- which .pt files need a sidecar --------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class Target(NamedTuple):
     """The file of one ``torch.save`` or ``torch.load``, as it was before."""
 
     f: Any
-    path: Optional[str]  # None for memory and for files without a name
+    path: Optional[str]  # None for a buffer in memory and for a file without a name
     was_there: bool
 
     @classmethod
@@ -170,14 +172,14 @@ class Target(NamedTuple):
         return not isinstance(self.f, (str, bytes, os.PathLike))
 
     def is_appended_to(self) -> bool:
-        """Whether something may stand in the open file in front of what is written next."""
+        """Whether the open file may have content before the position at which the save writes."""
         try:
             return bool(self.is_open and self.f.tell() > 0)
         except (AttributeError, OSError):
             return self.is_open
 
     def names(self, pair_id: int) -> bool:
-        """Whether an open file has a note already, of an object in front of the one that is being written."""
+        """Whether an open file already has the note of an earlier object with this number."""
         if not self.is_open or self.path is None:
             return False
         with contextlib.suppress(Exception):
@@ -188,7 +190,7 @@ class Target(NamedTuple):
             return False
 
     def is_named_beside(self, pair_id: int, folders: Iterable[str]) -> bool:
-        """Whether other files in the folders have a note with the number."""
+        """Whether other files in these folders have a note with this number."""
         mine = None
         with contextlib.suppress(OSError, TypeError):
             mine = None if self.path is None else os.stat(self.path)
@@ -206,12 +208,12 @@ class Target(NamedTuple):
         return False
 
 
-# A file that changed just now may change again without another time in its status.
+# A file that changed just now may change again without a new time in its status.
 _CLOCK_NS = 10 * 10**9
 
 
 def _files(folders: Iterable[str], suffix: Optional[str] = None) -> Iterator[os.DirEntry[str]]:
-    """Regular files: those with the suffix, or without one those that are no sidecars."""
+    """The regular files with the suffix; without a suffix, all that are not sidecars."""
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
@@ -222,7 +224,7 @@ def _files(folders: Iterable[str], suffix: Optional[str] = None) -> Iterator[os.
 
 
 def _pairs_in(path: str) -> frozenset[int]:
-    """The numbers of all notes in a file of ``torch.save``; none in other files."""
+    """The numbers of all notes in a file that ``torch.save`` wrote; no numbers for other files."""
     with open(path, "rb") as file:
         head = file.read(64)
         is_zip = head.startswith(_ZIP_MAGIC)
@@ -264,22 +266,22 @@ def _ends_of_pickles(file: BinaryIO) -> bytes:
 
 
 def _name_aside(name: str, pair_id: int) -> str:
-    """What a sidecar is called that must not be replaced: short enough for every file system."""
+    """A name for a sidecar that must not be replaced, short enough for every file system."""
     stem = name[: -len(".tensors")] if name.endswith(".tensors") else name
     return os.fsdecode(os.fsencode(stem)[:200]) + f".{pair_id:016x}.tensors"
 
 
 def keep_if_needed(path: str, target: Target, *, is_default: bool) -> None:
-    """Before a sidecar is replaced: gives it another name if another object needs it.
+    """Renames a sidecar that is about to be replaced if another object needs it.
 
     Args:
-        path: Where the sidecar is.
-        target: The file of ``torch.save`` that is being written.
-        is_default: The name was derived from that of the file. Then a sidecar without its file is kept, too: the file
-            may have been moved to another folder.
+        path: The sidecar.
+        target: The file that ``torch.save`` is writing.
+        is_default: Whether the sidecar's name was derived from the name of the file. Then a sidecar without its file is
+            kept, too, because the file may have been moved to another folder.
 
     Raises:
-        OSError: It cannot be renamed.
+        OSError: The sidecar cannot be renamed.
     """
     pair_id = stamp_of(path)
     if not pair_id:
@@ -294,10 +296,10 @@ def keep_if_needed(path: str, target: Target, *, is_default: bool) -> None:
 
 
 def find(location: Any, note: Optional[PairNote], target: Target) -> Any:
-    """The place of the sidecar with the number in the note: `location`, or one with another name beside it.
+    """Finds the sidecar with the number in the note: at `location`, or under another name beside it.
 
     Returns:
-        ``location`` where nothing else is found.
+        The place of the sidecar; ``location`` if no other is found.
     """
     path = path_of(location)
     if path is None or note is None or not note.pair_id or stamp_of(path) == note.pair_id:
@@ -322,7 +324,7 @@ PATTERNS = (
 
 
 def missing(location: str, note: Optional[PairNote], target: Target) -> StreamNotFoundError:
-    """The error where there is no sidecar."""
+    """The error for a sidecar that does not exist."""
     saved_as = f", saved as {note.name!r}" if note is not None and note.name else ""
     text = f"the .tensors file of {target.path!r}{saved_as}, is not beside it; {PATTERNS}"
     return StreamNotFoundError(errno.ENOENT, text, location)

@@ -100,8 +100,8 @@ def bars(delay: float) -> Callable[[Progress], None]:
 
 
 def terminal_bar() -> ProgressArgument:
-    """What users of a terminal see if they ask for nothing: a bar after one second. Elsewhere, and without ``tqdm``,
-    nothing."""
+    """Shows users of a terminal who did not ask for progress a bar after one second. It shows nothing if standard error
+    is not a terminal or ``tqdm`` is not installed."""
     if not sys.stderr.isatty() or env_text("TERM") == "dumb":
         return False
     try:

@@ -1,9 +1,9 @@
-"""What happens inside one ``torch.save`` or ``torch.load`` under torch_compat, where storages live in the sidecar.
+"""Runs one ``torch.save`` or ``torch.load`` under torch_compat, which keeps the storages in a sidecar file.
 
-A *session* belongs to one call. The pickler asks it for a persistent id of each storage; the unpickler gives such ids
-back. The pair is also told apart from others: behind the pickle, where every unpickler has stopped reading, stand the
-name of the sidecar, the sizes of the storages and a random number, and the same number stands in the eight reserved
-bytes of the sidecar's prologue, which every reader skips.
+A *session* belongs to one call. The pickler asks it for a persistent id of each storage; the unpickler passes such ids
+to it and gets the storages. The save marks the two files as a pair: it writes the name of the sidecar, the sizes of the
+storages and a random number behind the pickle, where every unpickler has stopped reading, and the same number into the
+eight reserved bytes of the sidecar's prologue, which every reader skips.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KIND = "storage"
 
 
 def default_save(file_obj: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> None:
-    """Write the storages as a list, the way every release reads them."""
+    """Writes the storages as a list, which every release can read."""
     from tensorizer import serialization
 
     with serialization.TensorSerializer(file_obj, **kwargs) as serializer:
@@ -56,7 +56,7 @@ class _Found(Exception):
 
 
 class _StorageFinder(pickle.Pickler):
-    """Raises at the first storage with data that it meets."""
+    """Raises at the first storage with data that it pickles."""
 
     def persistent_id(self, obj: Any) -> Optional[str]:
         if _storage_with_data(obj) is not None:
@@ -73,12 +73,12 @@ class _Nowhere(io.RawIOBase):
 
 
 def has_tensor_data(obj: Any) -> bool:
-    """Whether pickling the object would store bytes of tensors. False for what cannot be pickled."""
+    """Whether pickling the object would store bytes of tensors. False if the object cannot be pickled."""
     try:
         _StorageFinder(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     except _Found:
         return True
-    except Exception:  # the caller's pickler says it
+    except Exception:  # the caller's own pickler raises the error
         return False
     return False
 
@@ -97,7 +97,7 @@ class SaveSession:
         is_fixed: bool = False,
     ) -> None:
         self.before_writing: Callable[[], None] = lambda: None  # may raise
-        self.storages: list[torch.Tensor] = []  # also keeps them alive, so that an address stays one storage's own
+        self.storages: list[torch.Tensor] = []  # also keeps them alive, so that no other storage gets the same address
         self._indices: dict[tuple[str, int, int], int] = {}
         self._location, self._save, self._kwargs, self._target = location, save, kwargs, target
         self._is_default, self._is_fixed = is_default, is_fixed
@@ -105,7 +105,7 @@ class SaveSession:
         self._pair_id = _pairs.new_pair_id() if self._path is not None and save is default_save else 0
 
     def persistent_id(self, obj: Any) -> Optional[tuple[Any, ...]]:
-        """The id of a storage with data; ``None`` leaves the object to torch."""
+        """The id of a storage with data; ``None`` means that torch pickles the object."""
         storage = _storage_with_data(obj)
         if storage is None:
             return None
@@ -121,7 +121,7 @@ class SaveSession:
         return index
 
     def finish(self, pickle_file: Any) -> None:
-        """Write the sidecar, then note behind the pickle what it must look like."""
+        """Writes the sidecar, then the note about it behind the pickle."""
         if not self.storages:
             return
         sizes = tuple(tensor.numel() for tensor in self.storages)
@@ -130,13 +130,13 @@ class SaveSession:
             self._spare_older(self._path)
         self._save(self._location, self.storages, self._kwargs)
         is_stamped = bool(self._pair_id) and _pairs.stamp(self._location, self._pair_id)
-        # In torch's zip format the pickle is a record of its own, built in memory; in the older one other pickles
-        # follow in the same file, and nothing may stand between.
+        # In torch's zip format the pickle is a separate record, built in memory. In the older format other pickles
+        # follow in the same file, and nothing may stand between them.
         if isinstance(pickle_file, io.BytesIO) and pickle_file is not self._target.f:
             pickle_file.write(PairNote(self._pair_id if is_stamped else 0, sizes, self._name).to_bytes())
 
     def _spare_older(self, path: str) -> None:
-        """Keeps the sidecar that has the place so far, if another object needs it."""
+        """Keeps the sidecar that this save would replace, if another object needs it."""
         if not self._is_fixed:
             _pairs.keep_if_needed(path, self._target, is_default=self._is_default)
         elif self._target.names(_pairs.stamp_of(path)):
@@ -146,7 +146,7 @@ class SaveSession:
             )
 
     def facts(self, obj: Any) -> Any:
-        """What torch's older format stores in front of the object, with the note; anything else as it is."""
+        """Adds the note to the facts that torch's older format stores before the object; returns others unchanged."""
         return PairNote(self._pair_id, None, self._name).in_facts(obj) if _pairs.is_facts(obj) else obj
 
     @property
@@ -155,7 +155,8 @@ class SaveSession:
 
 
 def _asked_first(ours: Callable[[Any], Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """What asks torch's function where ours has no answer: with (id) as an attribute of an object, or (self, id)."""
+    """A function that asks ours first and torch's if ours returns ``None``. Torch calls it with (id) if it is an
+    attribute of an object, else with (self, id)."""
 
     def ask(*args: Any) -> Any:
         answer = ours(args[-1])
@@ -196,7 +197,7 @@ class _ModuleForSaving(types.SimpleNamespace):
 
 
 def sends_tensors_to_sidecar(pickle_module: Any) -> bool:
-    """Whether it comes from :func:`pickle_for_saving`."""
+    """Whether :func:`pickle_for_saving` made the module."""
     return isinstance(pickle_module, _ModuleForSaving)
 
 
@@ -204,7 +205,7 @@ def sends_tensors_to_sidecar(pickle_module: Any) -> bool:
 
 
 def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Load the storages that :func:`default_save` wrote."""
+    """Loads the storages that :func:`default_save` wrote."""
     from tensorizer import serialization
 
     if kwargs.get("dtype") not in (None, torch.uint8):
@@ -223,16 +224,16 @@ def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _default_tag() -> str:
-    """Where tensors go when nobody says: what map_location is told as their original place."""
+    """The default device of tensors, which ``map_location`` is told as the place from which they were saved."""
     from tensorizer.utils import get_device
 
     return f"cuda:{torch.cuda.current_device()}" if get_device().type == "cuda" else "cpu"
 
 
 def load_device(map_location: Any) -> Optional[torch.device]:
-    """The device that ``map_location`` asks for; ``None`` where it does not say.
+    """The device that ``map_location`` asks for; ``None`` if it names no device.
 
-    A function is given CPU storages, as torch does, and moves them itself.
+    If it is a function, it gets storages on the CPU, as from torch, and moves them itself.
     """
     if map_location is None:
         return None
@@ -260,14 +261,14 @@ class LoadSession:
         is_default: bool = False,
         is_fixed: bool = False,
     ) -> None:
-        self.note: Optional[PairNote] = None  # the unpickler's to fill in
+        self.note: Optional[PairNote] = None  # the unpickler fills it in
         self._location, self._load, self._kwargs, self._map_location = location, load, kwargs, map_location
         self._target, self._is_default, self._is_fixed = target, is_default, is_fixed
         self._storages: Optional[list[torch.UntypedStorage]] = None
-        self._sizes: list[int] = []  # of the storages, as they were handed out
+        self._sizes: list[int] = []  # sizes of the storages when they were handed out
 
     def persistent_load(self, pid: Any) -> Optional[torch.storage.TypedStorage]:
-        """The storage that a persistent id stands for; ``None`` leaves the id to torch."""
+        """The storage that a persistent id stands for; ``None`` means that torch resolves the id."""
         if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == _MARKER):
             return None
         version, kind = pid[1], pid[2]
@@ -289,13 +290,13 @@ class LoadSession:
         )
 
     def check_unpickled(self) -> None:
-        """Refuses what torch has made of storages that were too short: it lengthens them, with what memory held."""
+        """Refuses storages that were too short: torch lengthened them, with whatever was in memory."""
         for index, (storage, nbytes) in enumerate(zip(self._storages or (), self._sizes)):
             if storage.nbytes() > nbytes:
                 raise self._mismatch(f"storage {index}: expected {storage.nbytes()} bytes, got {nbytes}")
 
     def explained(self, error: Exception) -> Exception:
-        """The error of a load; one that names the sidecar where torch could not lengthen its storage."""
+        """The error to raise for a failed load; it names the sidecar if torch could not lengthen a storage."""
         return self._mismatch("a storage is too short for its tensor") if "not resizable" in str(error) else error
 
     def _mismatch(self, problem: str) -> FormatError:
@@ -369,7 +370,7 @@ def _take_note(session: Optional[LoadSession], file: Any) -> None:
 
 
 def _with_note_taken(session: Optional[LoadSession], obj: Any) -> Any:
-    """What was unpickled. In torch's older format the note is in one of the first pickles."""
+    """Returns the unpickled object. In torch's older format, it takes the note from one of the first pickles."""
     if session is not None and session.note is None:
         session.note = PairNote.from_facts(obj)
     return obj
@@ -413,8 +414,8 @@ class _StorageWord(str):
 class SafeUnpickler(torch._weights_only_unpickler.Unpickler):
     """Torch's unpickler for ``weights_only=True``, which also accepts the ids of sidecar storages.
 
-    It stands in for torch's while a loading block is active anywhere; without a session it is torch's. What may be
-    unpickled stays entirely torch's decision: an id yields a storage of raw bytes or an error.
+    It replaces torch's while a loading block is active anywhere in the process; without a session it does the same as
+    torch's. Torch alone decides which objects may be unpickled: an id gives a storage of raw bytes or an error.
     """
 
     def __init__(self, file: Any, **kwargs: Any) -> None:
