@@ -1,6 +1,6 @@
-"""Many processes: storage for ``torch.distributed.checkpoint``, which saves checkpoints and fills models of many ranks.
+"""Storage for ``torch.distributed.checkpoint``, which saves checkpoints and fills models of many ranks.
 
-Names are resolved when asked for.
+Names are resolved on first use.
 """
 
 from __future__ import annotations

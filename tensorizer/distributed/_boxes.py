@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: placements on a mesh as one box."""
+"""Finds the part of a tensor that a rank holds, as one box, from the placements on a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tensorizer.errors import FormatError
 
-#: (begin, end) in every dimension.
+#: A box: (begin, end) in every dimension.
 Box = tuple[tuple[int, int], ...]
 
 
@@ -19,11 +19,11 @@ def box_of(
 ) -> Box:
     """The box of the rank at `coordinate` of a mesh, cut as ``torch.chunk`` cuts: the last parts may be short or empty.
 
-    A dimension that several mesh dimensions cut is cut from left to right; by ``_StridedShard`` (FSDP over tensor
-    parallelism) after the others, from right to left, as torch defines it.
+    Several mesh dimensions that cut one dimension cut it from left to right. ``_StridedShard`` (FSDP over tensor
+    parallelism) cuts after the others, from right to left, as torch defines it.
 
     Raises:
-        ValueError: A placement that no box describes: ``Partial``, another kind, a ``_StridedShard`` of another order.
+        ValueError: No box describes the placement: ``Partial``, an unknown kind, a ``_StridedShard`` of another order.
     """
     box = [(0, size) for size in shape]
     plain, strided = [], []
@@ -56,7 +56,7 @@ def box_of(
 
 
 def box_at(begins: Sequence[int], sizes: Sequence[int]) -> Box:
-    """The box of these sizes that begins there."""
+    """The box of these sizes that begins at these offsets."""
     return tuple((begin, begin + n) for begin, n in zip(begins, sizes))
 
 
@@ -66,11 +66,11 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:
-    """Refuses `boxes` with elements that do not cover a tensor exactly once: what nobody wrote would be loaded, or
-    written twice.
+    """Refuses `boxes` (none of them empty) that do not cover a tensor exactly once. With a hole, a load would return
+    elements that were never written.
 
     Raises:
-        FormatError: A box outside of the tensor, two that overlap, or a hole.
+        FormatError: A box is outside of the tensor, two boxes overlap, or the boxes leave a hole.
     """
     tensor = f"{where}: tensor {name!r}"
     for box in boxes:
@@ -78,7 +78,7 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: st
             raise FormatError(f"{tensor}: expected boxes within {list(shape)}, got {_text(box)}")
     _check_apart(tensor, boxes)
     found = sum(math.prod(end - begin for begin, end in box) for box in boxes)
-    if found != math.prod(shape):  # they lie apart and inside, so something is left
+    if found != math.prod(shape):  # the boxes do not overlap and lie inside, so elements are missing
         raise FormatError(
             f"{tensor} of shape {list(shape)}: its boxes leave a hole: expected {math.prod(shape)} elements, "
             f"got {found} in {', '.join(map(_text, boxes[:4]))}{' …' if len(boxes) > 4 else ''}"
@@ -90,7 +90,7 @@ def _check_apart(tensor: str, boxes: Sequence[Box]) -> None:
         if len(boxes) > 1:
             raise FormatError(f"{tensor}: expected one box of a tensor without dimensions, got {len(boxes)}")
         return
-    # Along the dimension that is cut most, only boxes that are open at the same place can overlap.
+    # Two boxes can overlap only if their ranges overlap in the dimension that is cut most often.
     cut = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
     is_open: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[cut][0]):
@@ -106,10 +106,10 @@ def _text(box: Box) -> str:
 
 
 def check_described(planner: Any, fqn: str, offset: Any) -> None:
-    """Sees that a strided shard begins, and is as large, as the box that a plan made of it.
+    """Checks that a strided shard is the box by which a plan describes it.
 
-    Planners describe every shard by its first row and its size. FSDP over tensor parallelism has strided shards that
-    are such boxes; others are rows with gaps between them, which would be saved or filled as the rows behind the first.
+    Planners describe every shard by its first row and its size. The strided shards of FSDP over tensor parallelism are
+    such boxes. Other strided shards have gaps between their rows: a save would store them as consecutive rows.
 
     Raises:
         ValueError: The shard is not that box.
@@ -120,7 +120,7 @@ def check_described(planner: Any, fqn: str, offset: Any) -> None:
         return
     assert value is not None
     mesh, local = value.device_mesh, value.to_local()
-    if type(local) is not torch.Tensor:  # one that describes itself
+    if type(local) is not torch.Tensor:  # it describes itself
         return
     box = box_of(fqn, value.shape, mesh.shape, mesh.get_coordinate(), placements)
     sizes = tuple(end - begin for begin, end in box)

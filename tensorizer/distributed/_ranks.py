@@ -1,4 +1,4 @@
-"""The ranks of a group that work on one checkpoint together, and how all of them learn that one has failed."""
+"""Lets the ranks of a group work on one checkpoint together, and tells all of them if one fails."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from tensorizer import errors
 
-# Groups on gloo for those of other backends, made once.
+# For groups of other backends: a gloo group of the same ranks, made once.
 _STATUS_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def caught() -> Iterator[list[BaseException]]:
-    """What the block raises, if anything, for :meth:`Ranks.agree` to tell: nothing leaves the block."""
+    """Catches the error of a block, so that :meth:`Ranks.agree` can pass it to all ranks."""
     errors: list[BaseException] = []
     try:
         yield errors
@@ -27,10 +27,10 @@ def caught() -> Iterator[list[BaseException]]:
 
 
 class Ranks:
-    """The ranks of a process group; one rank where there is no group.
+    """The ranks of a process group; a single rank if there is no group.
 
-    Every method that says so is a collective: all ranks call it, in the same order. A rank that has failed takes part
-    nevertheless, with its error, so that nobody waits for it.
+    Methods marked "collective" must be called by all ranks in the same order. A rank that has failed calls them, too,
+    with its error, so that the others do not wait for it.
     """
 
     def __init__(self, group: Optional[Any]) -> None:
@@ -45,10 +45,10 @@ class Ranks:
         self._status = _status_group(self.group) if self.size > 1 else None
 
     def agree(self, errors: Sequence[BaseException] = (), value: Any = None) -> list[Any]:
-        """Collective: the values of all ranks, by rank; or, on all of them, the first error.
+        """Collective: returns the values of all ranks, by rank. If a rank has an error, all ranks raise the first one.
 
         Raises:
-            Exception: Of the class of the error, naming the rank; the rank itself raises its own.
+            Exception: An error of the same class, whose text names the rank; the rank itself raises its own error.
         """
         error = errors[0] if errors else None
         if self.size == 1:
@@ -67,7 +67,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, value: Any = None) -> Iterator[None]:
-        """Collective: where the block fails on one rank, all raise behind it, as :meth:`agree` does.
+        """Collective: if the block fails on one rank, all ranks raise after it, as in :meth:`agree`.
 
         Raises:
             ValueError: `value`, the arguments of the call, differs between ranks.
@@ -81,7 +81,7 @@ class Ranks:
 
 
 def _status_group(group: Any) -> Any:
-    """A group of the same ranks on the CPU. Collective among them where the group is of another backend."""
+    """A group of the same ranks on the CPU. If the group has another backend, this is a collective."""
     if "gloo" in str(dist.get_backend(group)):
         return group
     if group not in _STATUS_GROUPS:
@@ -91,13 +91,13 @@ def _status_group(group: Any) -> Any:
 
 
 def _raise_as(rank: int, kind: str, text: str) -> NoReturn:
-    """An error of another rank, as the class that it has there, where this process knows it."""
+    """Raises an error of another rank, with its class if this process can find the class."""
     found = getattr(errors, kind, None) or getattr(builtins, kind, None)
     message = f"rank {rank}: {text}"
     if isinstance(found, type) and issubclass(found, Exception):
         try:
             error = found(message)
-        except TypeError:  # it takes more than a text
+        except TypeError:  # its constructor needs more than a text
             error = RuntimeError(f"rank {rank}: {kind}: {text}")
         raise error
     raise RuntimeError(f"rank {rank}: {kind}: {text}")

@@ -1,1 +1,1 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` in ``.tensors`` files; docs/training.md says how."""
+"""Stores checkpoints of ``torch.distributed.checkpoint`` in ``.tensors`` files; docs/training.md shows the use."""

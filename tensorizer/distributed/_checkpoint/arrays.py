@@ -1,7 +1,7 @@
-"""Arrays of numbers of NumPy among leaves: records of their bytes, so that no pickle is needed for them.
+"""Stores leaves with NumPy arrays of numbers as their bytes, so that they need no pickle.
 
-A leaf of a distributed checkpoint that has any is one record: the size of a JSON text (8 bytes, little-endian), the
-text, in which dtype, shape and place stand for each array, and from the next multiple of 64 on the arrays.
+Such a leaf of a distributed checkpoint is one record: the size of a JSON text (8 bytes, little-endian), the text, which
+has dtype, shape and offset of each array in its place, and the arrays, from the next multiple of 64 on.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _SIZE_NBYTES = 8
 
 
 def is_array_of_numbers(value: Any) -> bool:
-    """Whether a value is an array whose bytes are all of it; subclasses, as of masked arrays, have more."""
+    """Whether a value is an array that consists of its bytes alone; subclasses such as masked arrays have more."""
     return type(value) is np.ndarray and value.dtype.kind in "biufc"
 
 
 def array_of(raw: np.ndarray[Any, Any], dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
-    """The array that has these bytes, dtype (as ``numpy.dtype.str``) and shape, in memory of its own.
+    """A new array with these bytes, dtype (as ``numpy.dtype.str``) and shape.
 
     Raises:
-        ValueError, TypeError: There is none.
+        ValueError, TypeError: No array of numbers has this dtype, shape and number of bytes.
     """
     if _nbytes(dtype, shape) != raw.nbytes:
         raise ValueError(f"expected the bytes of an array of {dtype} {shape!r:.100}, got {raw.nbytes}")
@@ -39,7 +39,7 @@ def array_of(raw: np.ndarray[Any, Any], dtype: Any, shape: Any) -> np.ndarray[An
 
 
 def _nbytes(dtype: Any, shape: Any) -> int:
-    """Of an array, in bytes; raises as :func:`array_of`."""
+    """The size of an array in bytes. Raises the errors of :func:`array_of`."""
     if not re.fullmatch(NUMPY_NUMBER, dtype):
         raise ValueError(f"expected the dtype of numbers, got {dtype!r:.50}")
     nbytes = dense_nbytes(shape, np.dtype(dtype).itemsize)
@@ -49,22 +49,22 @@ def _nbytes(dtype: Any, shape: Any) -> int:
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bytes of an array in C order, without a copy where they lie so."""
+    """The bytes of an array in C order; they are copied only if the array has another order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor over the memory of an array where torch knows its dtype, else of its bytes."""
+    """A tensor over the memory of an array; it has the array's dtype if torch knows it, else bytes."""
     try:
         return adopt("array", array)[0]
-    except (TypeError, ValueError):  # as of other byte orders
+    except (TypeError, ValueError):  # for example another byte order
         return torch.from_numpy(bytes_of(array))
 
 
 def pack(value: Any) -> Optional[torch.Tensor]:
-    """The bytes that stand for a value of simple types and arrays of numbers; ``None`` for others, and without arrays.
+    """Encodes a value of simple types and arrays of numbers; ``None`` for other values and those without arrays.
 
-    The way back is :func:`unpack`.
+    :func:`unpack` decodes it.
     """
     parts: list[tuple[int, np.ndarray[Any, Any]]] = []
     end = 0
@@ -94,10 +94,10 @@ def pack(value: Any) -> Optional[torch.Tensor]:
 
 
 def unpack(data: bytes) -> Any:
-    """The value of :func:`pack`.
+    """Decodes the bytes of :func:`pack`.
 
     Raises:
-        FormatError: Other bytes.
+        FormatError: :func:`pack` does not write such bytes.
     """
     size = int.from_bytes(data[:_SIZE_NBYTES], "little")
     if _SIZE_NBYTES + size > len(data):
@@ -109,7 +109,7 @@ def unpack(data: bytes) -> Any:
     def array(content: Any, _: Place) -> np.ndarray[Any, Any]:
         nonlocal end
         dtype, shape, begin = content
-        if type(begin) is not int or begin < end:  # of overlapping ones, few bytes would become many
+        if type(begin) is not int or begin < end:  # overlapping arrays could turn a few bytes into many
             raise ValueError(f"expected the place of an array behind {end}, got {begin!r:.50}")
         end = begin + _nbytes(dtype, shape)
         return array_of(raw[first + begin : first + end], dtype, shape)

@@ -1,4 +1,4 @@
-"""A checkpoint folder where a file of tensors may be given: to inspect, verify, diff, convert and sign."""
+"""Lets inspect, verify, diff, convert and sign accept a checkpoint folder in place of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tensorizer.errors import CryptographyError
 
 
 def inspect(source: Any, options: CallOptions) -> FileInfo:
-    """What the marker says. Offset and file of a tensor are those of its first part."""
+    """The report of the marker. Offset and file of a tensor are those of its first part."""
     folder = Folder.at(source, options)
     markers = read_markers(folder)
     files = _files(markers)
@@ -51,7 +51,7 @@ def is_encrypted(source: Any, options: CallOptions) -> bool:
 
 
 def verify(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType], fail_fast: bool) -> VerifyReport:
-    """Reads all of it. Raises and returns as :func:`tensorizer.verify`."""
+    """Reads the whole checkpoint. Returns and raises the same as :func:`tensorizer.verify`."""
     folder = Folder.at(source, access)
     if access.encryption is None and _is_encrypted(folder, read_markers(folder)):
         raise CryptographyError(f"{folder.where} is encrypted: a key is needed")
@@ -60,7 +60,7 @@ def verify(source: Any, access: CallOptions, filter_func: Optional[FilterFuncTyp
 
 @contextlib.contextmanager
 def side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
-    """One of the two that are compared."""
+    """One side of a comparison."""
     folder = Folder.at(source, access)
     found = _records(folder, read_markers(folder, access.encryption))
     chosen = [record for record in found if filter_func is None or filter_func(str(record.name))]
@@ -78,7 +78,7 @@ def side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]
 
 @contextlib.contextmanager
 def contents(source: Any, access: CallOptions, format: str) -> Iterator[tuple[Contents, list[str], list[str]]]:
-    """What is written to a file of this format, the names of what is left out, and the files that are read."""
+    """The content to write to a file of this format, the names of values that it leaves out, and the files to read."""
     folder = Folder.at(source, access)
     markers = read_markers(folder, access.encryption, access.trust.required)
     with CheckpointFiles(folder, access, verify=True) as files:
@@ -87,7 +87,7 @@ def contents(source: Any, access: CallOptions, format: str) -> Iterator[tuple[Co
 
 
 def files_of(source: Any, access: CallOptions) -> list[str]:
-    """The places of the files of tensors, each of which can be signed."""
+    """The paths or URIs of the files of tensors, each of which can be signed."""
     folder = Folder.at(source, access)
     found = [folder.join(name) for name in _files(read_markers(folder, access.encryption))]
     if not found:
@@ -96,7 +96,7 @@ def files_of(source: Any, access: CallOptions) -> list[str]:
 
 
 def _files(markers: Sequence[Marker]) -> dict[str, int]:
-    """The files by name, and their bytes."""
+    """The size in bytes of each file, by name."""
     return {file.name: file.nbytes for marker in markers for file in marker.files}
 
 
@@ -109,7 +109,7 @@ def _is_encrypted(folder: Folder, markers: Sequence[Marker]) -> bool:
 
 
 def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
-    """The tensors, and those that others are made of, under names that no other one has."""
+    """The tensors, and the inner tensors that other tensors are made of, each under a name of its own."""
     found = {str(record.name): record for record in whole_tensors(folder, markers)}
     for record in inner_tensors(markers):
         name = str(record.name)
@@ -140,7 +140,7 @@ def _info(record: Record) -> TensorInfo:
 
 
 def _digest(record: Record) -> Optional[Hashable]:
-    """The SHA-256 of each box and its place; of a tensor in one piece that alone, as a file has it."""
+    """The SHA-256 and the place of each box; only the SHA-256 if a tensor is one box, as a file stores it."""
     boxes = [(at, stored.shape, stored.sha256) for at, stored in record.source.boxes]
     if not boxes or any(digest is None for *_, digest in boxes):
         return None

@@ -1,4 +1,4 @@
-"""Boxes of saved tensors, read from the files of a checkpoint into memory that is there already."""
+"""Reads boxes of saved tensors from the files of a checkpoint into existing memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tensorizer.errors import AuthenticationError, FormatError, HashMismatchErro
 
 
 class Saved(NamedTuple):
-    """A saved box, or a leaf as its bytes."""
+    """A saved box, or a leaf, which is saved as bytes."""
 
-    name: str  # of the tensor or leaf
+    name: str  # name of the tensor or leaf
     stored: Stored
     dtype: torch.dtype
 
@@ -37,22 +37,22 @@ def saved_parts(name: str, parts: StoredParts) -> list[Saved]:
 
 
 class WantedBox(NamedTuple):
-    """A part of a saved box, and where it goes."""
+    """A part of a saved box, and its target."""
 
     saved: Saved
-    part: tuple[slice, ...]  # of the box
-    target: torch.Tensor  # of the part's shape, on any device
+    part: tuple[slice, ...]  # range of the box
+    target: torch.Tensor  # has the part's shape, on any device
 
 
 class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
-    """The files of one checkpoint, opened when they are needed. A context manager that closes them."""
+    """The files of one checkpoint, which are opened on first use. The context manager closes them."""
 
     def __init__(self, folder: Folder, access: CallOptions, *, verify: bool) -> None:
         self._folder, self._access, self._verify = folder, access, verify
         self._open: dict[SavedFile, OpenFile] = {}
-        self._saved: dict[tuple[FileReader, int], Saved] = {}  # what was found to be in a record
+        self._saved: dict[tuple[FileReader, int], Saved] = {}  # records that were compared with the marker
         self._closing = contextlib.ExitStack()
-        self.bytes_read = 0  # by files that are closed
+        self.bytes_read = 0  # bytes that came from files that are closed now
 
     def __exit__(self, *_: Any) -> None:
         self.bytes_read += sum(file.bytes_read or 0 for file in self._open.values())
@@ -64,9 +64,9 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         """An open file of the checkpoint.
 
         Raises:
-            StreamNotFoundError: It is not there.
-            FormatError: It is not the file that was written: :class:`TruncatedError` where it is shorter.
-            AuthenticationError: It is not the file that the marker is about.
+            StreamNotFoundError: The file does not exist.
+            FormatError: The file is not the one that was written; :class:`TruncatedError` if it is shorter.
+            AuthenticationError: The file is not the one that the marker names.
         """
         if file not in self._open:
             opened = file_of(
@@ -95,10 +95,10 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         return opened
 
     def check(self, saved: Saved) -> int:
-        """The entry of a box in its file, which is the one that the marker means.
+        """Returns the entry of a box in its file, after comparing it with the marker.
 
         Raises:
-            FormatError: Another record is in its place.
+            FormatError: The file has another record at this place.
         """
         name, stored, dtype = saved
         assert stored.file is not None
@@ -119,18 +119,18 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         )
 
     def vouched(self) -> tuple[tuple[Optional[str], tuple[str, ...]], ...]:
-        """What vouches for each file that is open, and the public keys of its signatures."""
+        """For each open file: whether a key or a signature authenticates it, and the public keys of its signatures."""
         return tuple((file.authenticated, tuple(key.hex() for key in file.signers)) for file in self._open.values())
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read_bytes(self, name: str, stored: Stored) -> bytes:
-        """The bytes of a leaf."""
+        """Reads the bytes of a leaf."""
         (tensor,) = self.read_records([Saved(name, stored, torch.uint8)])
         return bytes(tensor.numpy().tobytes())
 
     def read_value(self, name: str, stored: Stored) -> Any:
-        """The value of a leaf that is JSON or has arrays, from the marker where that has it."""
+        """The value of a leaf that is JSON or has arrays, from the marker if it is stored there."""
         content = self.read_bytes(name, stored) if stored.text is None else stored.text
         try:
             return unpack(content) if isinstance(content, bytes) and stored.kind == ARRAYS else from_json(content)
@@ -138,11 +138,11 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
             raise FormatError(f"{self._folder.where}: {name!r:.200}: {error}") from None
 
     def read(self, wanted: Iterable[WantedBox]) -> None:
-        """Fills the targets. Raises as :func:`~tensorizer.distributed._checkpoint.reading.fill`."""
+        """Fills the targets. Raises the errors of :func:`~tensorizer.distributed._checkpoint.reading.fill`."""
         fill(map(self._want, wanted), verify=self._verify, check=self._check_digests)
 
     def read_records(self, records: Sequence[Saved]) -> Sequence[torch.Tensor]:
-        """Whole records of one file. Raises as :meth:`read`."""
+        """Reads whole records of one file. Raises the errors of :meth:`read`."""
         if not records:
             return []
         file = records[0].stored.file
@@ -158,7 +158,7 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         return Want(self.file(stored.file), entry, stored.shape, dtype, part, target)
 
     def _check_digests(self, reader: FileReader, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
-        """The digests of the records, with which the data agree, are those that the marker states."""
+        """Checks that the digests of the records, which match the data, are those of the marker."""
         for position, entry in enumerate(entries):
             name, stored, _ = self._saved[reader, entry]
             found = {HashType(kind): value for kind, value in headers.hashes(position)}
@@ -172,7 +172,7 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
 
 
 def _check_belongs(opened: OpenFile, file: SavedFile) -> None:
-    """Whether an authenticated file is the one that an authenticated marker names."""
+    """Checks that an authenticated file is the one that an authenticated marker names."""
     by_key = opened.authenticated in ("key", "both")
     if file.index_digest is not None and (not by_key or opened.index_digest != file.index_digest):
         raise AuthenticationError(

@@ -1,4 +1,4 @@
-"""Code that names no storage: :func:`dcp_default`."""
+"""Makes code that names no storage use ours: :func:`dcp_default`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, 
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
 
-# Of the blocks that are active, in their order: keywords of writers and readers.
+# Keywords of the writers and readers of all active blocks, in the order of the blocks.
 _options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
@@ -45,7 +45,7 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
         >>> with dcp_default():
         ...     _ = dcp.save({"weight": torch.ones(4)}, checkpoint_id="run", no_dist=True)
     """
-    # Wrong keywords fail here.
+    # These calls raise for wrong keywords.
     TensorizerWriter(None, **(writer or {}))
     TensorizerReader(None, **(reader or {}))
     options = (dict(writer or {}), dict(reader or {}))
@@ -64,12 +64,12 @@ def _with_options(writer: dict[str, Any], reader: dict[str, Any]) -> Iterator[No
 
 
 def _innermost() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of the last block that is active; none after it."""
+    """Keywords of the innermost active block; empty if no block is active."""
     return ([({}, {}), *_options.values()])[-1]
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Our classes, for where torch looks its own up."""
+    """The places in which torch looks up its classes, with our replacements."""
     modules = (dcp, _storage_utils, format_utils)
     places: list[tuple[Any, str]] = [(module, prefix) for module in modules for prefix in ("FileSystem", "Fsspec")]
     with contextlib.suppress(ImportError):  # fsspec is not installed
@@ -90,7 +90,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _with_writer(executor: Any) -> type:
-    """What saves in the background, with the writer of the block: threads may begin after it, processes have none."""
+    """Wraps a function that saves in the background, so that it uses the writer of this block.
+
+    A thread may begin after the block, and a new process knows no block.
+    """
 
     class WithWriter(executor):  # type: ignore[misc]
         def execute_save(self, *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any) -> Any:
@@ -105,7 +108,7 @@ _patched_classes = CountedPatch(_replacements)
 
 
 def _fsspec_module() -> Any:
-    """Where torch has its storage on fsspec: the name without an underscore came with 2.15, which warns of the old."""
+    """Torch's module with its storage on fsspec. Torch 2.15 renamed it and warns of the old name, with underscore."""
     name = "torch.distributed.checkpoint.fsspec_filesystem"
     try:
         return importlib.import_module(name)
@@ -116,10 +119,11 @@ def _fsspec_module() -> Any:
 
 
 class _StandIn(type(dcp.FileSystemWriter)):  # type: ignore[misc]  # of whose kind the class of readers is too
-    """The type of a class that goes where torch's is looked up: its calls give ours, and it is torch's for all else.
+    """The metaclass of a class that replaces one of torch: calling it makes an object of ours.
 
-    Objects of torch's class and of ours are its instances, and a class that is derived from it is one of torch's. It is
-    not derived from torch's class itself, or ours would count as a stager, which every ``FileSystemWriter`` is.
+    In all else it behaves as torch's class: objects of torch's class and of ours are its instances, and a class that is
+    derived from it is derived from torch's. It does not inherit from torch's class itself: our writer would then count
+    as a stager, as every ``FileSystemWriter`` does.
     """
 
     def __new__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
@@ -152,12 +156,16 @@ def _replaced_by(stand_in: type) -> Any:
 
 
 def _is_for_ours(path: PathLike) -> bool:
-    """Whether ours can take a path, and a block is active: a module that was imported inside one keeps the classes."""
+    """Whether a block is active and our class accepts the path.
+
+    A module that was imported inside a block keeps the replaced classes after it.
+    """
     return bool(_options) and TensorizerWriter.validate_checkpoint_id(path)
 
 
 def _instead_of(replaced: Any, ours: type, make: Callable[[PathLike, dict[str, Any]], Any]) -> type:
-    """A class whose calls give what `make` has for a path, or without a path an object of the class replaced."""
+    """A class that replaces one of torch: calling it returns the object of `make` if that accepts the path, else
+    torch's."""
 
     def validate_checkpoint_id(checkpoint_id: PathLike) -> bool:
         return _is_for_ours(checkpoint_id) or bool(replaced.validate_checkpoint_id(checkpoint_id))
@@ -170,7 +178,11 @@ def _instead_of(replaced: Any, ours: type, make: Callable[[PathLike, dict[str, A
 
 
 def _never_in_clear(original: Any) -> Callable[..., None]:
-    """What makes a writer of torch: by an older reference, for a path that ours does not take, or a derived class."""
+    """A constructor of torch's writer that raises while a block encrypts.
+
+    It is called through an older reference to the class, for a path that our writer does not accept, and by derived
+    classes.
+    """
     init = original.__init__
 
     @functools.wraps(init)
@@ -187,7 +199,7 @@ def _never_in_clear(original: Any) -> Callable[..., None]:
 
 
 def _writer(path: PathLike, arguments: dict[str, Any]) -> TensorizerWriter:
-    """Arguments for torch's writers that mean something to ours are taken; the others tune what ours does anyway."""
+    """Makes our writer from the arguments of torch's. Arguments that only tune torch's writer are ignored."""
     names = {"sync_files": "fsync", "overwrite": "overwrite"}
     understood = {ours: bool(arguments[theirs]) for theirs, ours in names.items() if theirs in arguments}
     return TensorizerWriter(path, **{**understood, **_innermost()[0]})
@@ -199,7 +211,7 @@ def _reader(path: PathLike, arguments: dict[str, Any]) -> Optional[TensorizerRea
 
 
 def _is_foreign(path: PathLike, stream_options: Any) -> bool:
-    """Whether a marker is there that ours did not write."""
+    """Whether the folder has a marker of another writer."""
     folder = Folder.at(path, CallOptions.to_read(stream_options=stream_options))
     for name in (MARKER, marker_name(0)):
         try:

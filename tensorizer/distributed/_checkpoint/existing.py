@@ -1,4 +1,4 @@
-"""Checkpoints that are there: is one complete, are its bytes those that were written, which tensors does it have."""
+"""Examines existing checkpoints: whether one is complete, whether its bytes are intact, and which tensors it has."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tensorizer.errors import (
     VerificationError,
 )
 
-# Bytes that are read and compared at a time.
+# How many bytes are read and compared at a time.
 _RUN_NBYTES = 128 << 20
 
 
 def read_markers(
     folder: Folder, encryption: Optional[DecryptionParams] = None, require_authenticated: bool = False
 ) -> list[Marker]:
-    """The marker of all ranks, or one of each rank that saved without collectives.
+    """Reads the marker of all ranks, or the markers of ranks that saved without collectives.
 
     Raises:
-        StreamNotFoundError: There is none, or one of a rank is missing.
-        FormatError: A marker is damaged, or another program's.
-        AuthenticationError: One is not what the key vouches for.
+        StreamNotFoundError: There is no marker, or the marker of one rank is missing.
+        FormatError: A marker is damaged, or another program wrote it.
+        AuthenticationError: The key does not authenticate a marker.
     """
 
     def read(rank: Optional[int]) -> Marker:
@@ -139,10 +139,10 @@ def verify_folder(
     filter_func: Optional[FilterFuncType] = None,
     fail_fast: bool = False,
 ) -> VerifyReport:
-    """As :func:`verify`, and with all that :func:`tensorizer.verify` takes for a file.
+    """Does the same as :func:`verify`, with all options that :func:`tensorizer.verify` has for a file.
 
     Raises:
-        AuthenticationError: A file has no signature of the keys that `access` asks for.
+        AuthenticationError: None of the keys in `access` has signed a file.
     """
     ranks = Ranks(group)
     begin = time.monotonic()
@@ -172,7 +172,7 @@ def verify_folder(
 
 
 class _Share(NamedTuple):
-    """What one rank has compared: names of boxes and values, what is wrong, bytes, and what vouches for each file."""
+    """The result of one rank: names of boxes and values that it compared, errors, bytes, and authentic files."""
 
     names: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
@@ -215,7 +215,7 @@ def _verify_share(
 
 
 def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: CheckpointFiles) -> list[str]:
-    """What is wrong with what the markers themselves say: boxes that are not whole tensors, damaged values."""
+    """Errors in the markers themselves: boxes that do not form whole tensors, and damaged values."""
     errors = []
     try:
         whole_tensors(folder, markers)
@@ -233,7 +233,7 @@ def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: Checkpo
 
 
 def _share(records: list[Saved], rank: int, ranks: int) -> list[Saved]:
-    """The records of one rank: a stretch of all of them, equal in bytes."""
+    """The records that this rank compares: consecutive ones, with the same number of bytes on each rank."""
     total = max(1, sum(record.stored.nbytes for record in records))
     done = 0
     share = []
@@ -246,7 +246,7 @@ def _share(records: list[Saved], rank: int, ranks: int) -> list[Saved]:
 
 
 def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[Mismatch]:
-    """What is wrong with a run; one by one where something is, so that every damaged tensor is named."""
+    """Errors in a run of records. If it has any, its records are read one by one, to name every damaged tensor."""
     try:
         files.read_records(run)
     except (TensorizerError, OSError) as error:
@@ -258,7 +258,7 @@ def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[Mismatch]:
 
 
 def saved_in(markers: Sequence[Marker]) -> list[Saved]:
-    """Everything that has bytes in a file, in the order of files and records."""
+    """All boxes and leaves with bytes in a file, in the order of files and records."""
     found: list[Saved] = []
     for marker in markers:
         for index, stored in marker.stored.items():

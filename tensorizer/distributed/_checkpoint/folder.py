@@ -1,4 +1,4 @@
-"""The folder or ``s3://`` prefix that one checkpoint lies in: its names, and small files in it."""
+"""The folder or ``s3://`` prefix of one checkpoint: its names, and reading and writing of small files in it."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ from tensorizer.errors import StreamExistsError, is_absent, stream_errors
 if TYPE_CHECKING:
     from tensorizer._io.s3.objects import S3Prefix
 
-#: What makes a checkpoint complete. Tools that look for checkpoints test for this name.
+#: The file that makes a checkpoint complete. Tools look for this name to find checkpoints.
 MARKER = ".metadata"
 
 PathLike = Union[str, "os.PathLike[str]"]
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
-# Files of a store that are asked for at the same time.
+# How many files of a store are requested at the same time.
 _ASKED_AT_ONCE = 16
 
 _DATA_FILE = re.compile(r"r\d{5,9}-[0-9a-f]{16}\.tensors\Z")
 _RANK_MARKER = re.compile(r"__\d{1,9}\.metadata\Z")
-# As the sinks of the extension and Folder.write() call files that have no name yet.
+# Temporary names, as the sinks of the extension and Folder.write() make them.
 _UNNAMED = re.compile(r"\.(r\d{5,9}-[0-9a-f]{16}\.tensors|(__\d{1,9})?\.metadata)\.[0-9a-f]{16}\.tmp\Z")
 
 
 def data_file_name(rank: int) -> str:
-    """A new name for the tensors of one rank. Never used before: the old checkpoint stays whole beside the new one.
+    """A new name for the tensors of one rank. It was never used before, so the old checkpoint stays whole.
 
-    The bytes come from the system, not from a seeded generator: ranks are often seeded alike.
+    The random part comes from the system, because programs often seed the generators of all ranks alike.
     """
     return f"r{rank:05d}-{os.urandom(8).hex()}.tensors"
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a name is one of those that :func:`data_file_name` gives."""
+    """Whether :func:`data_file_name` makes such names."""
     return _DATA_FILE.match(name) is not None
 
 
 def marker_name(rank: Optional[int]) -> str:
-    """The marker of all ranks, or of one that was saved without collectives."""
+    """The name of the marker of all ranks, or of the marker of one rank that saved without collectives."""
     return MARKER if rank is None else f"__{rank}{MARKER}"
 
 
 class Folder(NamedTuple):
-    """Where a checkpoint is: a local folder, or an ``s3://`` prefix."""
+    """The place of a checkpoint: a local folder, or an ``s3://`` prefix."""
 
     where: str
     remote: bool
     options: CallOptions = PLAIN
 
     def __repr__(self) -> str:
-        """Without the options, which may hold keys."""
+        """Leaves out the options, which may hold keys."""
         return f"Folder({self.where!r})"
 
     @classmethod
     def at(cls, path: PathLike, options: CallOptions = PLAIN) -> Folder:
-        """Of a path or URI.
+        """The folder at a path or URI.
 
         Raises:
-            ValueError: A scheme that checkpoints cannot be written to or listed at; an ``s3://`` URI without a bucket.
-            TypeError: Not a path.
+            ValueError: Checkpoints do not support the scheme, or an ``s3://`` URI has no bucket.
+            TypeError: The argument is not a path.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"checkpoint: expected a path or an s3:// URI, got {type(path).__name__}")
@@ -95,29 +95,29 @@ class Folder(NamedTuple):
         """Opens a file for reading.
 
         Raises:
-            StreamNotFoundError: There is none.
+            StreamNotFoundError: The file does not exist.
             OSError: It cannot be opened.
         """
         return open_source(self.join(name), self.options)
 
     def is_absent(self, error: OSError) -> bool:
-        """Whether an error of opening a file counts as "there is none"."""
+        """Whether an error of opening a file means that the file does not exist."""
         return is_absent(error) if self.remote else isinstance(error, (FileNotFoundError, NotADirectoryError))
 
     def nbytes(self, name: str) -> int:
-        """The size of a file. Raises as :meth:`open`."""
+        """The size of a file. Raises the errors of :meth:`open`."""
         with contextlib.closing(self.open(name)) as opened:
             return opened.source.size() or 0
 
     def read(self, name: str, check: Callable[[bytes], Answer]) -> Answer:
-        """What `check` makes of the content of a small file. Raises as :meth:`open`, and what `check` raises."""
+        """Reads a small file and returns the result of `check` for it. Raises as :meth:`open` and `check` do."""
         return read_checked(self.join(name), self.options, check)
 
     def each(self, ask: Callable[[Asked], Answer], items: Sequence[Asked]) -> Iterator[Answer]:
-        """The answers to one question about each of several files, in their order; the first error in that order.
+        """Calls a function for each of several files; yields the results, or raises the first error, in their order.
 
-        A store, where each answer takes a round trip, is asked about several at a time, and about no more of them once
-        the caller wants no more answers.
+        In a store, where each call takes a round trip, several calls run at a time. If the caller stops early, no
+        further calls begin.
         """
         if not self.remote or len(items) < 2:
             yield from map(ask, items)
@@ -127,14 +127,14 @@ class Folder(NamedTuple):
                 yield from threads.map(ask, items[begin : begin + _ASKED_AT_ONCE])
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file, as far as the credentials may see."""
+        """Whether the file exists, as far as the credentials allow to see it."""
         return exists(self.join(name), self.options)
 
     def write(self, name: str, content: bytes, *, fsync: bool, replace: bool) -> None:
-        """Writes a small file, which appears complete or not at all. With `fsync` it and its name outlast a crash.
+        """Writes a small file, which appears complete or not at all. With `fsync`, it and its name survive a crash.
 
         Raises:
-            StreamExistsError: There is one, and it is not to be replaced.
+            StreamExistsError: The file exists and must not be replaced.
             OSError: It cannot be written.
         """
         if not self.remote:
@@ -168,18 +168,18 @@ class Folder(NamedTuple):
         return S3Prefix(self.where, self.options)
 
     def sync(self) -> None:
-        """Makes the names of a local folder outlast a crash of the machine."""
+        """Syncs the names of a local folder, so that they survive a crash of the machine."""
         descriptor = os.open(self.where, os.O_RDONLY)
         try:
             os.fsync(descriptor)
-        except OSError as error:  # some file systems cannot; their names stand either way
+        except OSError as error:  # some file systems do not support it
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
             os.close(descriptor)
 
     def names(self) -> list[str]:
-        """The files of the folder; none where it does not exist."""
+        """The names of the files in the folder; empty if it does not exist."""
         if self.remote:
             return self._store().names()
         try:
@@ -189,7 +189,7 @@ class Folder(NamedTuple):
             return []
 
     def delete(self, names: list[str]) -> None:
-        """Deletes files; those that are gone already are no error."""
+        """Deletes files. It is not an error if a file no longer exists."""
         if self.remote:
             if names:
                 self._store().delete(names)
@@ -199,22 +199,22 @@ class Folder(NamedTuple):
                 os.unlink(self.join(name))
 
     def remove_stale(self, names: list[str], files: Collection[str]) -> None:
-        """Deletes those of `names` that are files and markers of earlier checkpoints, beside the marker of all ranks,
-        which names `files`."""
+        """Deletes those of `names` that belong to earlier checkpoints. The marker of all ranks and the `files` that it
+        names stay."""
         self.delete([name for name in names if _is_stale(name, files)])
 
 
 def _is_stale(name: str, files: Collection[str]) -> bool:
-    signed = name.removesuffix(".sig")  # a signature goes with its file
+    signed = name.removesuffix(".sig")  # the signature of a file is deleted with it
     return (
         (is_data_file(signed) and signed not in files)
         or _RANK_MARKER.match(name) is not None
-        or _UNNAMED.match(name) is not None  # left by a process that was killed while it wrote
+        or _UNNAMED.match(name) is not None  # from a process that was killed while it wrote
     )
 
 
 class Located:
-    """What a writer and a reader have in common: where their checkpoint is, which may be said later, or again."""
+    """The common part of writer and reader: the place of the checkpoint, which torch may set later, or change."""
 
     def __init__(self, path: Optional[PathLike], options: CallOptions) -> None:
         self._path: Optional[PathLike] = None
@@ -223,28 +223,28 @@ class Located:
 
     @classmethod
     def _check(cls, path: PathLike) -> None:
-        """Raises as :meth:`Folder.at` for what cannot be such a place."""
+        """Raises the errors of :meth:`Folder.at` for a path that cannot be used."""
         Folder.at(path)
 
     def _begin(self, path: Optional[PathLike]) -> None:
-        """Begins a save or load, at `path` if there is one; its files have one client. Raises as :meth:`_check`."""
+        """Begins a save or load, at `path` if it is given. All its files share one client. Raises as :meth:`_check`."""
         self._options = self._options._replace(shared=SharedObjects())
         self._move_to(path)
 
     def _move_to(self, path: Optional[PathLike]) -> None:
-        """Goes on at `path`; ``None`` stays where it is. Raises as :meth:`_check`."""
+        """Changes the place to `path`; ``None`` keeps it. Raises the errors of :meth:`_check`."""
         if path is not None:
             self._check(path)
             self._path = path
 
     def _place(self) -> PathLike:
-        """The path; raises ``ValueError`` if it was not passed."""
+        """The path. Raises ``ValueError`` if none was passed."""
         if self._path is None:
             raise ValueError("checkpoint: expected a path, or checkpoint_id= of the call; got neither")
         return self._path
 
     def _folder(self) -> Folder:
-        """The folder; raises as :meth:`_place`."""
+        """The folder. Raises the error of :meth:`_place`."""
         return Folder.at(self._place(), self._options)
 
     @classmethod
@@ -257,7 +257,7 @@ class Located:
         return True
 
     def _storage_meta(self, **number: str) -> Any:
-        """Path and number of a save or load, as planners are told (torch 2.4 and later)."""
+        """Path and number of a save or load, for planners (torch 2.4 and later)."""
         from torch.distributed.checkpoint import metadata
 
         kind = getattr(metadata, "StorageMeta", None)

@@ -1,9 +1,9 @@
-"""Leaves that are no tensors: numbers, texts and containers of them as JSON, so that no pickle is needed for them.
+"""Stores leaves that are numbers, texts or containers of them as JSON, so that they need no pickle.
 
-JSON has fewer types than Python. Containers and what JSON cannot hold are objects with one member, whose name is the
-kind: ``t`` tuple, ``d`` dict and ``o`` OrderedDict (lists of pairs), ``b`` bytes (Base64), ``s`` a stream of bytes in
-memory (its Base64 and its position), ``n`` a scalar of numpy (its dtype and Base64), ``f`` a float that is no number or
-infinite, ``i`` an integer of more than 64 bits (hexadecimal), ``x`` what the caller knows.
+JSON has fewer types than Python. So containers and other values that JSON lacks become objects with one member, whose
+name is the kind: ``t`` tuple, ``d`` dict and ``o`` OrderedDict (lists of pairs), ``b`` bytes (Base64), ``s`` a stream
+of bytes in memory (its Base64 and its position), ``n`` a scalar of numpy (its dtype and Base64), ``f`` NaN or an
+infinite float, ``i`` an integer of more than 64 bits (hexadecimal), ``x`` a value that the caller encodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError
 
 _MAX_JSON_INT = 1 << 63
-#: The dtype of numbers, as numpy writes it; numpy itself takes some other texts for Python.
+#: The dtypes of numbers, as numpy writes them. Other texts are refused, because numpy parses some as Python code.
 NUMPY_NUMBER = r"[<>|][biufc]\d{1,2}"
 
 #: The keys and positions that lead to a value.
@@ -35,14 +35,14 @@ Place = tuple[Any, ...]
 
 
 class NotSimple(TypeError):
-    """A value that JSON does not hold, and the keys that lead to it."""
+    """JSON cannot hold a value. The error has the keys that lead to it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason, self.path = reason, ""
 
     def below(self, key: Any) -> NotSimple:
-        """The same, seen from the container that has it under `key`."""
+        """The same error, seen from the container that has the value under `key`."""
         self.path = f"[{key!r:.100}]{self.path}"
         return self
 
@@ -51,7 +51,7 @@ class NotSimple(TypeError):
 
 
 def to_json(value: Any) -> Optional[str]:
-    """The text that stands for a value; ``None`` for one that is not made of simple types alone."""
+    """Encodes a value as text; ``None`` if it contains a value that is not of a simple type."""
     try:
         return json.dumps(encoded(value), separators=(",", ":"), allow_nan=False)
     except (NotSimple, RecursionError):
@@ -59,10 +59,10 @@ def to_json(value: Any) -> Optional[str]:
 
 
 def from_json(text: Union[str, bytes], leaf: Optional[Callable[[Any, Place], Any]] = None) -> Any:
-    """The value that :func:`to_json` gave the text for; `leaf` as for :func:`decoded`.
+    """Decodes a text of :func:`to_json`; `leaf` as for :func:`decoded`.
 
     Raises:
-        FormatError: Another text.
+        FormatError: :func:`to_json` does not write such a text.
     """
     try:
         return decoded(json.loads(text), leaf)
@@ -71,15 +71,15 @@ def from_json(text: Union[str, bytes], leaf: Optional[Callable[[Any, Place], Any
 
 
 def encoded(value: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place: Place = ()) -> Any:
-    """What JSON can hold of a value: the way back is :func:`decoded`.
+    """Encodes a value with the types of JSON; :func:`decoded` decodes it.
 
     Args:
         value: Any value.
-        leaf: Gives what stands for a value of another type, which JSON must hold, from the value and its place.
+        leaf: Called with a value of another type and its place; returns a value that JSON can hold.
         place: The keys and positions that lead to the value.
 
     Raises:
-        NotSimple: It is not made of simple types alone, and there is no `leaf`.
+        NotSimple: The value contains another type, and there is no `leaf`.
         RecursionError: It contains itself, or is nested hundreds of times.
     """
     kind = type(value)
@@ -117,10 +117,10 @@ def _encoded_below(key: Any, value: Any, leaf: Optional[Callable[[Any, Place], A
 
 
 def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place: Place = ()) -> Any:
-    """The value of :func:`encoded`; `leaf` gives the values of other types, from what stands for each and its place.
+    """Decodes a node of :func:`encoded`. For values of other types, it calls `leaf` with the node and its place.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, OverflowError: The node is none that :func:`encoded` gives.
+        ValueError, TypeError, LookupError, AttributeError, OverflowError: :func:`encoded` returns no such node.
     """
     if isinstance(node, list):
         return [decoded(item, leaf, (*place, i)) for i, item in enumerate(node)]
@@ -159,22 +159,24 @@ def load_harmless(data: io.BytesIO, map_location: Any = "cpu") -> Any:
 
 
 def harmless_types() -> contextlib.AbstractContextManager[Any]:
-    """A block in which ``weights_only=True`` may make streams in memory, and scalars and arrays of numbers of numpy,
-    too: they run nothing. Without effect before torch 2.5."""
+    """A block in which ``weights_only=True`` also accepts streams in memory, and numpy's scalars and arrays of numbers.
+
+    Making them runs no code of the file. The block has no effect before torch 2.5.
+    """
     allow: Any = getattr(torch.serialization, "safe_globals", None)
     return contextlib.nullcontext() if allow is None else allow([io.BytesIO, *_numpy_numbers()])
 
 
 @functools.lru_cache(1)
 def _numpy_numbers() -> list[Any]:
-    """What the pickles of scalars and arrays of numbers name, empty ones too. Arrays of objects name another dtype."""
+    """The names in pickles of numpy's scalars and arrays of numbers. Arrays of objects name another dtype."""
     scalar, array = np.int64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdgFDG"}
     return [scalar, array, bytes, np.ndarray, np.dtype, *dtypes]
 
 
 def torch_saved(value: Any) -> io.BytesIO:
-    """The value as planners of torch expect it: in bytes of ``torch.save``, made here and now."""
+    """Encodes a value with ``torch.save``, as torch's planners expect it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
@@ -182,15 +184,15 @@ def torch_saved(value: Any) -> io.BytesIO:
 
 
 def load_vetted(name: str, data: io.BytesIO, trusting: str = "allow_pickle=True") -> Any:
-    """The value in bytes of ``torch.save``, by the loader that calls nothing that the bytes name.
+    """Loads a value from bytes of ``torch.save``. The loader calls no function that the bytes name.
 
     Args:
-        name: Whose value it is, for the error.
+        name: Name of the leaf, for the error.
         data: The bytes.
-        trusting: The argument with which the caller would load it all the same, for the error.
+        trusting: The argument with which the caller can load it anyway, for the error.
 
     Raises:
-        pickle.UnpicklingError: They hold more than tensors and simple values, or cannot be read.
+        pickle.UnpicklingError: The bytes hold more than tensors and simple values, or cannot be read.
     """
     try:
         return load_harmless(data)

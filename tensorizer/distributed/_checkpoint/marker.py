@@ -1,8 +1,9 @@
-"""The marker of a checkpoint: which tensors it has, and where their boxes lie. JSON, written last, never unpickled.
+"""The marker of a checkpoint lists its tensors and the places of their boxes. It is JSON, is written last, and contains
+no pickle.
 
-The first line is the head: what the body is, its size and its SHA-256. The body holds columns, one number per box, so
-that a million boxes stay a few tens of megabytes; it is compressed from 1 MiB on. docs/format.md,
-section 14, describes every field.
+The first line is the head: the kind, size and SHA-256 of the body. The body holds columns, one number per box, so that
+a million boxes take a few tens of megabytes; a body of at least 1 MiB is compressed. docs/format.md, section 14,
+describes every field.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from tensorizer.errors import (
 )
 
 _FORMAT = "tensorizer.checkpoint"
-# Earlier releases know version 1 alone; only a marker with tensors that are stored by their parts is of version 2.
+# Earlier releases know only version 1. A marker has version 2 only if it has tensors that are stored by their parts.
 _VERSIONS = (1, 2)
 _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
-# How far a marker may unpack: columns of equal numbers shrink to a hundredth, and nothing that is true to much less.
+# How far a marker may unpack. Columns of equal numbers shrink to a hundredth; no real marker shrinks much further.
 _MAX_RATIO = 300
-# Of what planners are told to build of values: elements of all lists together, and containers in each other.
+# Limits for the values that planners build: elements of all lists together, and depth of nested containers.
 _MAX_LISTED = 10_000_000
 _MAX_DEPTH = 200
-_MAX_RANKS = 10**9  # as names of files have digits for
-_NOWHERE = -1  # file number of what needs no bytes
+_MAX_RANKS = 10**9  # the names of files have this many digits
+_NOWHERE = -1  # file number of an item without bytes
 _DIGESTS = ("crc32", "sha256")
 
 TENSOR, JSON, ARRAYS, TORCH_SAVE = "tensor", "json", "arrays", "torch_save"
@@ -63,26 +64,26 @@ class SavedFile(NamedTuple):
 
     name: str
     nbytes: int
-    index_digest: Optional[str] = None  # of an authenticated file; from a marker only where its tag was checked
+    index_digest: Optional[str] = None  # of an authenticated file; taken from a marker only if its tag was checked
 
 
 class Stored(NamedTuple):
-    """Where the bytes of one item are. Ranks send it to the coordinator."""
+    """The place of the bytes of one item. Ranks send it to the coordinator."""
 
-    kind: str  # TENSOR; of other leaves JSON, ARRAYS or TORCH_SAVE
-    file: Optional[SavedFile] = None  # None: a box without elements, or a value that `text` gives
+    kind: str  # TENSOR; for other leaves JSON, ARRAYS or TORCH_SAVE
+    file: Optional[SavedFile] = None  # None for a box without elements, and for a value that `text` holds
     record: int = 0  # number of the record in the file
-    offset: int = 0  # of its payload
+    offset: int = 0  # bytes of its payload
     nbytes: int = 0
     crc32: Optional[int] = None
     sha256: Optional[str] = None
     text: Optional[str] = None
-    shape: tuple[int, ...] = ()  # of the box, or of the bytes of a leaf, when it was read from a marker
-    parts: Optional[StoredParts] = None  # of a box that is made of other tensors; its place is that of the first one
+    shape: tuple[int, ...] = ()  # digest of the box, or of the bytes of a leaf, if it was read from a marker
+    parts: Optional[StoredParts] = None  # for a box that is made of other tensors, whose place is that of the first one
 
 
 class StoredPart(NamedTuple):
-    """Where one inner tensor of a box is."""
+    """The place of one inner tensor of a box."""
 
     path: str  # the attributes that lead to it
     dtype: torch.dtype
@@ -92,17 +93,17 @@ class StoredPart(NamedTuple):
 class StoredParts(NamedTuple):
     """A box that is made of other tensors."""
 
-    about: Stored  # what else there is to know of it: JSON
+    about: Stored  # its classes and contexts, as JSON
     parts: tuple[StoredPart, ...]
 
 
 class Marker(NamedTuple):
-    """What a marker says."""
+    """The content of a marker."""
 
-    metadata: Metadata  # as torch's planners want it; its storage_data are `stored`
+    metadata: Metadata  # for torch's planners; its storage_data are `stored`
     stored: Mapping[MetadataIndex, Stored]
     files: list[SavedFile]
-    rank: Optional[int]  # of a save without collectives
+    rank: Optional[int]  # set by a save without collectives
     world_size: int
 
 
@@ -116,10 +117,10 @@ def pack_marker(
     world_size: int,
     encryption: Optional[EncryptionParams] = None,
 ) -> bytes:
-    """The content of a marker; with a key it vouches for all of the checkpoint.
+    """Encodes a marker. With a key, the marker authenticates the whole checkpoint.
 
     Raises:
-        ValueError: Data of a planner that JSON cannot hold.
+        ValueError: JSON cannot hold the data of the planner.
     """
     files = sorted({s.file for s in stored.values() if s.file is not None})
     numbers = {file: i for i, file in enumerate(files)}
@@ -243,19 +244,19 @@ def _last_word(value: Any) -> str:
 def unpack_marker(
     data: bytes, name: str, encryption: Optional[DecryptionParams] = None, require_authenticated: bool = False
 ) -> Marker:
-    """What the content of a marker says.
+    """Decodes a marker.
 
     Args:
-        data: All of the file.
-        name: Of the file, for messages.
-        encryption: The key of an encrypted checkpoint, which the marker is held against.
-        require_authenticated: Refuses a marker that the key does not vouch for.
+        data: The content of the file.
+        name: Name of the file, for messages.
+        encryption: The key of an encrypted checkpoint, with which the marker's tag is checked.
+        require_authenticated: Refuses a marker that the key does not authenticate.
 
     Raises:
-        AuthenticationError: The marker is not what the key vouches for; or the key vouches for none, and it has to, or
-            the marker itself holds values.
-        FormatError: Not a marker, or a damaged one; :class:`InvalidVersionError` for one of a later version.
-        HashMismatchError: Its content is not what was written.
+        AuthenticationError: The tag of the marker does not match the key; or the marker has no tag, although one is
+            required or the marker itself holds values.
+        FormatError: The content is not a marker, or is damaged; :class:`InvalidVersionError` for a later version.
+        HashMismatchError: The content differs from what was written.
     """
     if data[:1] != b"{":
         if data[:1] == b"\x80":
@@ -273,7 +274,7 @@ def unpack_marker(
         raise FormatError(f"{name}: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: a damaged marker ({type(error).__name__}: {error})") from None
-    # Markers of encrypted checkpoints never held values, not even before they had tags.
+    # Markers of encrypted checkpoints have never held values, even in releases without tags.
     if values and encryption is not None and not tagged:
         raise AuthenticationError(
             f"{name}: value {values[0]!r} is not authenticated: the marker was altered, or saved without encryption"
@@ -282,7 +283,7 @@ def unpack_marker(
 
 
 def written_by_torch(name: str) -> FormatError:
-    """The error for a file of a checkpoint of torch's own writers."""
+    """The error for a checkpoint that torch's own writers wrote."""
     return FormatError(
         f"{name}: expected a checkpoint of TensorizerWriter or a model, got a checkpoint of "
         "torch.distributed.checkpoint itself (.distcp files): load it with FileSystemReader"
@@ -290,7 +291,7 @@ def written_by_torch(name: str) -> FormatError:
 
 
 def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tuple[dict[str, Any], bool]:
-    """The body, and whether the key vouches for it."""
+    """The body, and whether the key authenticates it."""
     first, _, rest = data.partition(b"\n")
     try:
         head = json.loads(first)
@@ -321,7 +322,7 @@ def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tup
 
 
 def _check_tag(head: Mapping[str, Any], body: bytes, name: str, encryption: DecryptionParams) -> bool:
-    """Whether the marker has a tag, which fits then."""
+    """Checks the tag of the marker. Returns whether it has one."""
     if "tag" not in head:
         return False
     try:
@@ -337,10 +338,10 @@ def _check_tag(head: Mapping[str, Any], body: bytes, name: str, encryption: Decr
 
 
 def _unpacked(data: bytes, nbytes: int) -> bytes:
-    """What was packed to `data`: as many bytes as were said, which bounds the memory that it takes.
+    """Unpacks `data` to the stated number of bytes, which bounds the memory that this takes.
 
     Raises:
-        ValueError: Another number of them, or more than a marker can have.
+        ValueError: It has another number of bytes, or more than a marker can have.
     """
     if not 0 < nbytes <= _MAX_RATIO * len(data):
         raise ValueError(f"{len(data)} bytes that unpack to {nbytes}, at most {_MAX_RATIO} times as many are possible")
@@ -373,7 +374,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
         for fqn, number, size, count in body["tensors"]:
             _check_name(fqn)
             unseen -= count
-            if type(count) is not int or count < 0 or unseen < 0:  # boxes without dimensions have no bounds either
+            if type(count) is not int or count < 0 or unseen < 0:  # boxes without dimensions have no bounds
                 raise ValueError(f"tensor {fqn!r:.200} of {count!r:.50} boxes: expected as many as have places")
             step = len(size)
             places = range(at, at + 2 * step * count, 2 * step) if step else [at] * count
@@ -430,17 +431,17 @@ def _parts_of_row(
 
 
 def check_planner_data(data: Any, names: Container[str]) -> None:
-    """Refuses data of which torch's planners would make huge lists: they reach to the largest index of a path.
+    """Refuses data from which torch's planners would make huge lists, because a list extends to the largest index.
 
     Args:
-        data: Of any planner. Torch's say for each name by which keys and indexes its value is reached.
-        names: Of the items of the checkpoint.
+        data: The data of any planner. Torch's planners store for each name the keys and indexes that lead to its value.
+        names: The names of the items in the checkpoint.
 
     Raises:
         ValueError: The lists would have too many elements.
     """
-    lengths: dict[int, int] = {}  # of lists, by a hash of the path that leads to each
-    total = 0  # of them, while it grows: data that go too far are not read to their end
+    lengths: dict[int, int] = {}  # lengths of lists, by a hash of the path that leads to each
+    total = 0  # checked while it grows, so that hostile data are not read to their end
     for fqn, path in data.items() if isinstance(data, dict) else ():
         if fqn not in names or not isinstance(path, (list, tuple)):
             continue
@@ -462,10 +463,10 @@ def _check_name(fqn: Any) -> None:
 
 
 class _StoredItems(Mapping[MetadataIndex, Stored]):
-    """Where everything is that has bytes. Worked out when asked for: a rank asks for few of a million boxes.
+    """The places of all items with bytes. Each is decoded on first use: a rank needs few of a million boxes.
 
     Raises:
-        ValueError, TypeError: Columns that do not belong together, or a file, position or digest that is out of range.
+        ValueError, TypeError: The columns do not match each other, or a file, position or digest is out of range.
     """
 
     def __init__(
@@ -479,7 +480,7 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
         self._files, self._chunks, self._leaves, self._parts = files, chunks, leaves, parts
         places: list[list[int]] = [columns[name] for name in ("file", "record", "offset", "nbytes")]
         count = sum(map(len, chunks.values()))
-        digests = [columns[name] for name in _DIGESTS]  # None where no box has any
+        digests = [columns[name] for name in _DIGESTS]  # None if no box has one
         if any(len(column) != count for column in (*places, *(each for each in digests if each is not None))):
             raise ValueError(f"columns of boxes: expected {count} values in each, got {sorted(set(map(len, places)))}")
         _check_places(files, places, digests)
@@ -489,7 +490,7 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
                 raise ValueError("expected a file for each box with elements, got a box without one")
         self._places, self._digests = places, digests
         self._begin = dict(zip(chunks, accumulate(map(len, chunks.values()), initial=0)))
-        self._numbers: dict[str, dict[torch.Size, int]] = {}  # of the boxes of a tensor, once one of them was wanted
+        self._numbers: dict[str, dict[torch.Size, int]] = {}  # the boxes of each tensor of which one was asked for
 
     def __getitem__(self, index: MetadataIndex) -> Stored:
         if index.fqn not in self._begin:
@@ -527,7 +528,7 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
 
 
 def _are_numbers(column: Sequence[Any], end: int = 1 << 63, begin: int = 0) -> bool:
-    """Whether all are integers from `begin` to below `end`: of a million, in hundredths of a second."""
+    """Whether all values are integers from `begin` to below `end`. A million take some hundredths of a second."""
     return set(map(type, column)) <= {int} and min(column, default=begin) >= begin and max(column, default=begin) < end
 
 
@@ -539,7 +540,7 @@ def _wrong(column: Sequence[Any], end: int = 1 << 63, begin: int = 0) -> tuple[i
 def _check_places(
     files: Sequence[SavedFile], places: Sequence[Sequence[Any]], digests: Sequence[Optional[Sequence[Any]]]
 ) -> None:
-    """Refuses columns of boxes or leaves."""
+    """Checks the columns of boxes or leaves."""
     numbers, *others = places
     if not _are_numbers(numbers, len(files), _NOWHERE):
         row, number = _wrong(numbers, len(files), _NOWHERE)
@@ -580,7 +581,7 @@ def _properties(key: Sequence[Any]) -> TensorProperties:
 
 
 def _named(word: str, kind: Any) -> Any:
-    """The value of torch that has this name."""
+    """The attribute of torch that has this name."""
     value = getattr(torch, word, None)
     if not isinstance(value, kind):
         raise FormatError(f"this torch ({torch.__version__}) has no {kind.__name__} {word!r:.50}")

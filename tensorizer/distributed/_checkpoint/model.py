@@ -1,4 +1,4 @@
-"""One file of tensors, or the shards of a model, as planners of torch see them: every tensor is one box."""
+"""Presents one file of tensors, or the shards of a model, to torch's planners: every tensor is one box."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from tensorizer.errors import StreamError
 
 
 class SeenFile(NamedTuple):
-    """What tells one rank's view of a file from another rank's."""
+    """Identifies the file that a rank sees, for the comparison between ranks."""
 
     nbytes: Any
-    machine: str  # whose clock and file system the version is of; empty where that is a store
-    version: tuple[Any, ...]  # ETag, or time of the last change
+    machine: str  # the machine whose file system gave the version; empty for a store
+    version: tuple[Any, ...]  # the ETag, or the time of the last change
 
 
-#: By name. Ranks send it to the coordinator.
+#: Seen files by name. Ranks send them to the coordinator.
 Seen = dict[str, SeenFile]
 
 
 class ModelFiles:
-    """The file or shards, open. Names are those of :func:`tensorizer.torch.load_file`, joined with dots.
+    """The open file or shards. Names are those of :func:`tensorizer.torch.load_file`, joined with dots.
 
     Raises:
-        OSError: It cannot be opened.
-        FormatError: It is damaged, or has a dtype that this torch lacks.
+        OSError: A file cannot be opened.
+        FormatError: A file is damaged, or has a dtype that this torch lacks.
         CryptographyError: The key is missing or wrong.
-        AuthenticationError: It is not what its key or a signature vouches for.
+        AuthenticationError: A file does not match its key or its signature.
     """
 
     def __init__(self, place: Any, access: CallOptions, *, verify: bool, checks: Verification) -> None:
@@ -74,7 +74,7 @@ class ModelFiles:
             raise
 
     def _add_state(self, path: tuple[str, ...], state: Any) -> None:
-        """Extra state as a whole, and by the names that planners give what is in its dictionaries."""
+        """Adds extra state as a whole, and the values in its dictionaries under the names that planners give them."""
         self._states[".".join(path)] = path, state
         for key, value in state.items() if isinstance(state, dict) else ():
             self._add_state((*path, key), value)
@@ -84,11 +84,11 @@ class ModelFiles:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that came from the sources so far."""
+        """Bytes that the sources have delivered so far."""
         return self.file.bytes_read or 0
 
     def metadata(self) -> Metadata:
-        """What planners want to know."""
+        """The metadata for planners."""
         items: dict[str, Any] = {name: BytesStorageMetadata() for name in self._states}
         with no_collections():
             for name, tensor in self._tensors.items():
@@ -107,23 +107,23 @@ class ModelFiles:
         return Metadata(state_dict_metadata=items, planner_data=planner_data, storage_data={})
 
     def want(self, name: str, part: tuple[slice, ...], target: torch.Tensor) -> Want:
-        """A part of a tensor, and where it goes."""
+        """A part of a tensor, and its target."""
         tensor = self._tensors[name]
         return Want(self.file, self._entries[name], tuple(tensor.shape), tensor.dtype, part, target)
 
     def leaf(self, name: str) -> io.BytesIO:
-        """The extra state of a module, in bytes of ``torch.save`` that were made here."""
+        """The extra state of a module, encoded with ``torch.save``."""
         return torch_saved(self._states[name][1])
 
     def read(self, wants: Sequence[Want]) -> None:
         """Fills the targets. Raises as :func:`~tensorizer.distributed._checkpoint.reading.fill`, and
-        :class:`HashMismatchError` for a file that is not what it has to be."""
+        :class:`HashMismatchError` for a file that does not match its digest."""
         fill(wants, verify=self._verify or self.file.checks_whole, check=_agreed)
         self.file.check_files()
 
 
 def _agreed(reader: FileReader, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
-    """The data agree with the digests of the file, and nothing else says what they should be."""
+    """Accepts records whose data match the digests of the file. No marker states other digests for a model."""
 
 
 def _seen(file: OpenFile) -> Seen:
@@ -138,10 +138,10 @@ def _seen(file: OpenFile) -> Seen:
 
 
 def compare(where: str, views: Sequence[Any]) -> None:
-    """Holds the files that ranks see against each other.
+    """Compares the files that ranks see.
 
     Raises:
-        StreamError: Two ranks see different ones.
+        StreamError: Two ranks see different files.
     """
     first_on: dict[tuple[str, str], tuple[int, SeenFile]] = {}  # by file and machine
     for rank, view in enumerate(views):

@@ -1,8 +1,8 @@
-"""Tensors that are made of other tensors, as those of quantising libraries: taken apart, and put together again.
+"""Takes apart tensors that are made of other tensors, such as those of quantising libraries, and rebuilds them.
 
-Their classes say how: ``__tensor_flatten__`` gives the names of the inner tensors and what else there is to know (the
-context), and ``__tensor_unflatten__`` makes a tensor of both. Of the context a text is stored, which is compared with
-that of the tensor that is loaded into. Nothing is imported because of it: classes and enumerations are names in it.
+Their classes do the work: ``__tensor_flatten__`` returns the names of the inner tensors and a context, and
+``__tensor_unflatten__`` makes a tensor from both. The save stores the context as text, and the load compares it with
+the context of the target tensor. It imports nothing for that: the text holds classes and enumerations as names.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Part(NamedTuple):
 
 
 def about_name(name: str) -> str:
-    """The name of the record of what :func:`take_apart` says of a tensor, where it is encrypted or long."""
+    """The name of the record that holds the text of :func:`take_apart`, if it is encrypted or long."""
     return f"{name}.__tensor_flatten__"
 
 
 def is_made_of_parts(tensor: Any) -> bool:
-    """Whether a tensor has no memory of its own, and a class that says of which tensors it is made.
+    """Whether a tensor has no memory of its own, and its class can flatten it to other tensors.
 
-    The result of a collective that may still run is not: whoever waits for it gets the tensor itself.
+    This is false for the result of a collective that may still run, because waiting for it gives a plain tensor.
     """
     kind = type(tensor)
     return (
@@ -53,8 +53,8 @@ def take_apart(name: str, tensor: torch.Tensor) -> tuple[str, list[Part]]:
     """The JSON text for classes and contexts of a tensor, and the plain tensors that it is made of.
 
     Raises:
-        UnsupportedContentError: A context that is more than simple values, and enumerations and dataclasses of them.
-        NotImplementedError: An inner tensor that files cannot hold.
+        UnsupportedContentError: A context has values other than simple ones, enumerations and dataclasses of them.
+        NotImplementedError: The format cannot hold an inner tensor.
     """
     parts: list[Part] = []
     node = _node(name, tensor, "", parts, {})
@@ -66,11 +66,11 @@ def take_apart(name: str, tensor: torch.Tensor) -> tuple[str, list[Part]]:
 
 
 def same_parts(name: str, text: Any, paths: Sequence[str], tensor: torch.Tensor) -> Optional[list[Part]]:
-    """The inner tensors of a tensor that has the classes and contexts of `text`; ``None`` where a context differs.
+    """The inner tensors of a tensor that has the classes and contexts of `text`; ``None`` if a context differs.
 
     Raises:
-        UnsupportedContentError: It is of another class.
-        FormatError: Not a text of :func:`take_apart`, or not of parts with these paths.
+        UnsupportedContentError: The tensor has another class.
+        FormatError: :func:`take_apart` does not write such a text, or not for parts with these paths.
     """
     parts: list[Part] = []
     wanted = _parsed(name, text)
@@ -82,21 +82,21 @@ def same_parts(name: str, text: Any, paths: Sequence[str], tensor: torch.Tensor)
 
 
 def put_together(name: str, text: Any, like: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tensor of the classes of `like` that has these inner tensors, in the order of :func:`take_apart`; after
-    :func:`same_parts`.
+    """Makes a tensor of the classes of `like` from these inner tensors, in the order of :func:`take_apart`. Call
+    :func:`same_parts` first.
 
     Raises:
-        UnsupportedContentError: Its classes, or what has no value but a name in its context, are not those of `like`.
+        UnsupportedContentError: Its classes, or values of its context that are stored as names, differ from `like`.
     """
     return _built(name, _parsed(name, text), like, iter(tensors))
 
 
 @contextlib.contextmanager
 def unsupported(name: str, tensor: torch.Tensor) -> Iterator[None]:
-    """Around what a class may not know how to do with parts of a tensor, with its own words for that."""
+    """A block that calls methods of a tensor class. Their errors become ``UnsupportedContentError``."""
     try:
         yield
-    except Exception as error:  # whatever a class of somebody else's raises
+    except Exception as error:  # classes of other libraries may raise anything
         raise UnsupportedContentError(
             f"tensor {name!r:.200}: a {_name_of(type(tensor))} cannot take what was saved, whose parts differ: {error}"
         ) from error
@@ -113,7 +113,7 @@ def _parsed(name: str, text: Any) -> dict[str, Any]:
 
 
 def _paths(name: str, node: Mapping[str, Any], above: str) -> Iterator[str]:
-    """The paths of the inner tensors that a text tells of. Raises ``FormatError`` for another text."""
+    """The paths of the inner tensors in a text. Raises ``FormatError`` for another text."""
     try:
         tensors = [(str(attribute), inner) for attribute, inner in node["tensors"]]
         is_known = isinstance(node["class"], str) and "context" in node and dense_nbytes(node["shape"], 1) is not None
@@ -127,7 +127,7 @@ def _paths(name: str, node: Mapping[str, Any], above: str) -> Iterator[str]:
 
 
 def _node(name: str, tensor: Any, path: str, parts: list[Part], named: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has of a tensor; its inner tensors become `parts`, and what has no value but a name becomes `named`."""
+    """The JSON node of a tensor. Adds its inner tensors to `parts`, and values that are stored as names to `named`."""
     attributes, context = tensor.__tensor_flatten__()
     tensors: list[list[Any]] = []
     for attribute in attributes:
@@ -154,7 +154,7 @@ def _leaf(value: Any, named: dict[str, Any]) -> Any:
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return {"torch": str(value).rpartition(".")[2]}
     if isinstance(value, torch.device):
-        node: Any = {"device": None}  # that of the tensor that is loaded into
+        node: Any = {"device": None}  # the value of the target tensor
     elif isinstance(value, enum.Enum):
         node = {"enum": [_name_of(type(value)), value.name]}
     elif isinstance(value, type):

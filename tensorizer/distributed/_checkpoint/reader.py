@@ -121,7 +121,7 @@ class TensorizerReader(Located, StorageReader):
         self._metadata: Optional[Metadata] = None
         self._model: Optional[ModelFiles] = None  # open from read_metadata() to read_data()
         self._seen: Optional[Seen] = None
-        self._failure: Optional[Exception] = None  # of read_metadata() without a rank
+        self._failure: Optional[Exception] = None  # the result of read_metadata() without a rank
         self.total_bytes_read = 0
 
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class TensorizerReader(Located, StorageReader):
             if found is not None and self._checks.files is not None:
                 raise ValueError(f"verify: expected a model, got the checkpoint {self._shown()}")
             if found is None:
-                if rank is not None:  # torch asks so if the first answer was an error, which says what is wrong
+                if rank is not None:  # torch asks for a rank if the first call failed; that error says more
                     raise failure or _nothing_at(self._shown(), None)
                 found = self._model_metadata()
         except Exception as error:
@@ -230,12 +230,12 @@ class TensorizerReader(Located, StorageReader):
         return str(shown_location(self._path))
 
     def _may_be_folder(self) -> bool:
-        """Whether a checkpoint may be there, so that looking for its marker is worth a request."""
+        """Whether the path may be a checkpoint, so that looking for its marker is worth a request."""
         path = self._place()
         return local_path(path) is not None or (scheme_of(path) == "s3" and may_be_folder(str(path)))
 
     def _forget(self) -> None:
-        """Closes the files of a model, and forgets what was there."""
+        """Closes the files of a model, and drops the metadata."""
         self._metadata = self._seen = None
         model, self._model = self._model, None
         if model is not None:
@@ -243,7 +243,7 @@ class TensorizerReader(Located, StorageReader):
             model.close()
 
     def _checkpoint_metadata(self, rank: Optional[int]) -> Optional[Metadata]:
-        """The content of a marker; ``None`` if there is none."""
+        """The content of a marker; ``None`` if the folder has none."""
         folder = self._folder()
         name = marker_name(rank)
 
@@ -258,13 +258,13 @@ class TensorizerReader(Located, StorageReader):
             if not folder.is_absent(error):
                 raise
             names = [] if folder.remote or not os.path.isdir(folder.where) else folder.names()
-            if any(map(is_data_file, names)):  # of a save that never ended, or ranks that have a marker each
+            if any(map(is_data_file, names)):  # a save has not ended, or each rank has its own marker
                 raise
             if any(name.endswith(".distcp") for name in names):
                 raise written_by_torch(folder.where) from None
             return None
         self._seen = {name: seen} if rank is None else None
-        # The marker of one rank alone names its own boxes.
+        # The marker of one rank names only the boxes of that rank.
         for fqn, item in found.state_dict_metadata.items() if rank is None else ():
             if isinstance(item, TensorStorageMetadata):
                 boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
@@ -272,7 +272,7 @@ class TensorizerReader(Located, StorageReader):
         return found
 
     def _model_metadata(self) -> Metadata:
-        """What the index of a model says, which stays open until it is read."""
+        """The metadata of a model from its index. Its files stay open for read_data()."""
         try:
             model = ModelFiles(self._place(), self._with_key(), verify=self._verify, checks=self._checks)
         except (FileNotFoundError, StreamIsADirectoryError) as error:
@@ -367,7 +367,7 @@ class TensorizerReader(Located, StorageReader):
         is_whole = (
             stored.shape == tuple(item.lengths)
             and look_up is not None
-            and look_up(item.dest_index).shape == target.shape  # else it is a part of a tensor, perhaps a copy
+            and look_up(item.dest_index).shape == target.shape  # else the target is a part of a tensor, perhaps a copy
         )
         if is_whole and alike is not None and [(t.dtype, tuple(t.shape)) for _, t in alike] == described:
             return [_whole(one, tensor) for one, (_, tensor) in zip(saved, alike)], None
@@ -384,7 +384,7 @@ class TensorizerReader(Located, StorageReader):
         return [_whole(one, tensor) for one, tensor in zip(saved, fresh)], end
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
-        """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
+        """Encodes a leaf with ``torch.save``, from a value that was found harmless."""
         if stored.kind in (JSON, ARRAYS):
             return torch_saved(files.read_value(fqn, stored))
         data = io.BytesIO(files.read_bytes(fqn, stored))
@@ -392,7 +392,7 @@ class TensorizerReader(Located, StorageReader):
 
 
 def _nothing_at(where: str, error: Optional[OSError]) -> StreamNotFoundError:
-    """The error for a place without a marker or a model."""
+    """The error for a path without a marker or a model."""
     found = StreamNotFoundError(
         f"{where}: expected a checkpoint (a folder with {MARKER}), a .tensors or .safetensors file, or the shards of a "
         f"model, got none of them{'' if error is None else f': {error}'}"

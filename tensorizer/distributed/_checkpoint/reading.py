@@ -1,4 +1,4 @@
-"""Parts of tensors of open files, read into memory that is there already: checkpoints and models are both read here."""
+"""Reads parts of tensors from open files into existing memory, for checkpoints and models."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tensorizer._load.reader import FileReader, missing_hashes
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
 
-# Bytes of records that are read and then copied from, at a time.
+# How many bytes of records are read at a time, if their parts are copied afterwards.
 _STAGED_NBYTES = 128 << 20
 _LOCAL_FILES_AT_ONCE = 2
 _NETWORK_FILES_AT_ONCE = 4
 
-#: Told of whole records that were read and agree with the digests of their file: the reader, the entries, the headers.
+#: Called for whole records that match the digests of their file, with the reader, the entries and the headers.
 Check = Callable[[FileReader, Sequence[int], _C.LoadedHeaders], None]
 
 
 class Want(NamedTuple):
-    """A part of one tensor of an open file, and where it goes."""
+    """A part of one tensor in an open file, and its target."""
 
     file: OpenFile
     entry: int
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # range of the whole tensor
     dtype: torch.dtype
     part: tuple[slice, ...]
-    target: torch.Tensor  # of the part's shape, on any device
+    target: torch.Tensor  # has the part's shape, on any device
 
     @property
     def is_whole(self) -> bool:
@@ -41,7 +41,7 @@ class Want(NamedTuple):
 
     @property
     def fills_memory(self) -> bool:
-        """Whether the elements of the part, one after the other, are the target's memory."""
+        """Whether the elements of the part, one after the other, fill the target's memory."""
         target = self.target
         return (
             target.dtype == self.dtype
@@ -51,17 +51,17 @@ class Want(NamedTuple):
 
 
 def fill(wants: Iterable[Want], *, verify: bool, check: Check) -> None:
-    """Fills the targets: in the order of the files, several files at a time, with few and large requests.
+    """Fills the targets, in the order of the files, several files at a time, with few and large requests.
 
     Args:
-        wants: What goes where.
-        verify: Reads whole records, also where a part is enough, and compares them with their digests.
-        check: With `verify`, told of all records that were compared.
+        wants: The parts and their targets.
+        verify: Reads whole records, even if a part is enough, and compares them with their digests.
+        check: With `verify`, called for all records that were compared.
 
     Raises:
         MissingHashError: With `verify`, a tensor has no digest.
         HashMismatchError: With `verify`, a tensor differs from what was written.
-        FormatError, OSError: A file is damaged, or cannot be read.
+        FormatError, OSError: A file is damaged or cannot be read.
     """
     direct: dict[tuple[FileReader, torch.device], dict[int, Want]] = {}
     others: dict[OpenFile, list[Want]] = {}
@@ -71,9 +71,9 @@ def fill(wants: Iterable[Want], *, verify: bool, check: Check) -> None:
         if verify and not reader.index.stores_hashes:
             raise missing_hashes(reader.source_name, [reader.names[local]], "verify_hash=False")
         together = direct.setdefault((reader, want.target.device), {})
-        # Zeros that a file holds no data of are made on the way of parts.
+        # _read_parts makes the zeros of tensors for which a file holds no data.
         has_data = reader.index.data_nbytes(local) > 0
-        device = hashed.setdefault(reader, want.target.device)  # loads to several would wait for each other's bytes
+        device = hashed.setdefault(reader, want.target.device)  # loads to several would block each other
         is_alone = reader.expected_sha256 is None or device == want.target.device
         if has_data and want.is_whole and want.fills_memory and local not in together and is_alone:
             together[local] = want
@@ -84,7 +84,7 @@ def fill(wants: Iterable[Want], *, verify: bool, check: Check) -> None:
 
 
 def read_records(reader: FileReader, entries: Sequence[int], verify: bool, check: Check) -> Sequence[torch.Tensor]:
-    """Whole records of one file, in memory of their own. Raises as :func:`fill`."""
+    """Reads whole records of one file into new memory. Raises the errors of :func:`fill`."""
     loaded = reader.read_raw(entries, verify)
     if verify:
         _check(reader, entries, loaded.headers, check)
@@ -105,7 +105,7 @@ def _read_whole(direct: dict[tuple[FileReader, torch.device], dict[int, Want]], 
 
 
 def _read_parts(others: dict[OpenFile, list[Want]], verify: bool, check: Check) -> None:
-    """Parts of tensors, another dtype, or memory that is not contiguous."""
+    """Reads parts of tensors, and whole ones into targets of another dtype or that are not contiguous."""
 
     def read(wants: list[Want]) -> None:
         wants = sorted(wants, key=lambda want: want.entry)
@@ -124,8 +124,10 @@ def _read_parts(others: dict[OpenFile, list[Want]], verify: bool, check: Check) 
 
 
 def _read_ranges(wants: Sequence[Want]) -> None:
-    """Only the bytes that are wanted of one file, joined where they are close; to their places, or by way of bounded
-    copies."""
+    """Reads only the wanted bytes of one file, straight into the targets or through bounded copies.
+
+    Ranges that lie close together become one request.
+    """
 
     def copied_nbytes(want: Want) -> int:
         return 0 if want.fills_memory else want.target.numel() * want.dtype.itemsize
@@ -136,7 +138,7 @@ def _read_ranges(wants: Sequence[Want]) -> None:
 
 
 def _read_and_verify(wants: Sequence[Want], check: Check) -> None:
-    """Whole records, whose digests cover all of their bytes, and from them what is wanted."""
+    """Reads whole records, since a digest covers all bytes of its record, and copies the wanted parts."""
     by_record: dict[FileReader, dict[int, list[Want]]] = {}
     for want in wants:
         reader, local = want.file.part(want.entry)

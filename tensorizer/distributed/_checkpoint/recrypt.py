@@ -1,4 +1,4 @@
-"""A checkpoint under another key, or without one: file by file, each record as it is, and a marker that fits."""
+"""Copies a checkpoint with another key, or without one: file by file and record by record, with a new marker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tensorizer.errors import StreamExistsError
 
 
 class _Value(NamedTuple):
-    """A value that the marker has in clear, which becomes a record of an encrypted file."""
+    """A value that the marker holds in clear. In an encrypted checkpoint it becomes a record of a file."""
 
     name: str
     text: str
@@ -35,7 +35,7 @@ class _Value(NamedTuple):
         return torch.frombuffer(bytearray(self.text.encode()), dtype=torch.uint8)
 
 
-#: Where the records of the new files are, by those of the old ones, and by the values that the old marker had.
+#: Maps the records of the old files, and the values of the old marker, to the records of the new files.
 _Places = dict[Any, Stored]
 
 
@@ -51,16 +51,16 @@ def recrypt(
 ) -> dict[str, Any]:
     """Writes a copy of a checkpoint to another folder, with its files encrypted by `encryption`, or decrypted.
 
-    The copy has as many files, with the same records; every record that has a digest is compared with it.
+    The copy has the same number of files with the same records. Records with a digest are compared with it.
 
     Returns:
-        What was done, by the names of :func:`tensorizer.convert`.
+        A report with the names of :func:`tensorizer.convert`.
 
     Raises:
         ValueError: The target is the folder of the source.
-        StreamExistsError: The target has a checkpoint, and not `force`.
-        HashMismatchError, AuthenticationError, CryptographyError, FormatError: The source is not what was written.
-        OSError: It cannot be read, or the target cannot be written.
+        StreamExistsError: The target has a checkpoint, and `force` is not set.
+        HashMismatchError, AuthenticationError, CryptographyError, FormatError: The source is damaged or was altered.
+        OSError: The source cannot be read, or the target cannot be written.
     """
     begin = time.monotonic()
     access = CallOptions.to_read(decryption, stream_options)
@@ -120,8 +120,8 @@ def _tensors(marker: Marker) -> Iterator[str]:
 def _copied(
     marker: Marker, opened: CheckpointFiles, new: Folder, encryption: Optional[EncryptionParams], add: Any
 ) -> _Places:
-    """Writes the files of one marker. What is in the marker in clear goes to the end of the last one, if that will be
-    encrypted."""
+    """Writes the files of one marker. If they are encrypted, values that the marker held in clear become records at the
+    end of the last file."""
     by_file: dict[Optional[SavedFile], list[Any]] = {file: [] for file in marker.files}
     for saved in saved_in([marker]):
         by_file[saved.stored.file].append(saved)
@@ -153,7 +153,7 @@ def _written(
     encryption: Optional[EncryptionParams],
     add: Any,
 ) -> _Places:
-    """Writes one file, and says where everything is in it."""
+    """Writes one file, and returns the places of its records."""
     records, taken = [], set()
     for item in items:
         if isinstance(item, _Value):
@@ -169,7 +169,7 @@ def _written(
     stored_hashes = [item.stored for item in items if isinstance(item, Saved)]
     hashes = {kind for kind in HASH_NAMES if any(getattr(one, kind) is not None for one in stored_hashes)}
     if encryption is not None and "crc32" in hashes:
-        hashes = {"sha256"}  # as TensorizerWriter has it
+        hashes = {"sha256"}  # as TensorizerWriter does
     where = data_file_name(rank)
     with tensors_file(
         new.join(where),
@@ -200,7 +200,7 @@ def _read(run: Sequence[Record], opened: CheckpointFiles) -> list[torch.Tensor]:
 
 
 def _moved(name: str, stored: Stored, places: _Places) -> Stored:
-    """Where something is now. It stays in the marker if that is not encrypted."""
+    """The new place of an item. Values stay in the marker if the copy is not encrypted."""
     new = places.get(_Value(name, stored.text) if stored.text is not None else (stored.file, stored.record))
     if new is None:
         return stored

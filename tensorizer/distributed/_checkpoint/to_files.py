@@ -1,4 +1,4 @@
-"""A checkpoint as files of whole tensors: :func:`dcp_to_files`."""
+"""Turns a checkpoint into files of whole tensors: :func:`dcp_to_files`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tensorizer.distributed._checkpoint.whole import read_whole, values_of, whol
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.errors import UnsupportedContentError
 
-#: Key of the metadata under which the simple values of the checkpoint are, as JSON by name.
+#: The key in the metadata for the simple values of the checkpoint, as JSON by name.
 VALUES_KEY = "checkpoint.values"
 
 
@@ -119,16 +119,16 @@ def _nbytes_of_rank(plan: Plan, rank: int, ranks: int) -> int:
 def contents_of(
     markers: Sequence[Marker], files: CheckpointFiles, records: Sequence[Record], prefix: str, format: str
 ) -> tuple[Contents, list[str]]:
-    """Some tensors of a checkpoint and its simple values, for a file of this format; the names of what is neither."""
+    """The tensors and simple values for a file of this format, and the names of items that it cannot hold."""
     values, left_out = values_of(markers, files, prefix)
     metadata = {VALUES_KEY: json.dumps(values)} if values else {}
     if format == "safetensors":
-        metadata["format"] = "pt"  # as transformers wants it
+        metadata["format"] = "pt"  # transformers requires this key
     return Contents(records, metadata, {}, lambda chosen: read_whole(files, chosen)), left_out
 
 
 def selected(folder: Folder, records: Sequence[Record], prefix: str) -> list[Record]:
-    """The tensors whose names begin with the prefix, without it."""
+    """The tensors whose names begin with the prefix, under names without it."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
     if not records:
@@ -143,7 +143,7 @@ def selected(folder: Folder, records: Sequence[Record], prefix: str) -> list[Rec
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """Up to the step at which the names part."""
+    """The prefixes of the names, up to the first step that differs."""
     steps = [name.split(".") for name in names]
     depth = 0
     while all(len(path) > depth + 1 and path[depth] == steps[0][depth] for path in steps):

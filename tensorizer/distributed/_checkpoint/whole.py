@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, put together from their boxes: what works on whole files sees a checkpoint so."""
+"""Puts the tensors of a checkpoint together from their boxes, for functions that work on files of whole tensors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Boxes(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    boxes: list[tuple[tuple[int, ...], Stored]]  # their offsets, and where they are
+    boxes: list[tuple[tuple[int, ...], Stored]]  # the offsets and the places of the boxes
 
 
 def whole_tensors(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
     """The tensors by name, each with its :class:`Boxes`.
 
-    Those that ranks saved without collectives have their boxes in several markers.
+    If ranks saved without collectives, the boxes of a tensor are in several markers.
 
     Raises:
-        FormatError: The boxes of a tensor are not all of it, or overlap.
+        FormatError: The boxes of a tensor overlap or leave a hole.
     """
     found: dict[str, Record] = {}
-    taken: dict[str, set[torch.Size]] = {}  # the offsets of boxes that were found
+    taken: dict[str, set[torch.Size]] = {}  # the offsets of the boxes so far
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
             if not isinstance(item, TensorStorageMetadata) or is_of_parts(marker, name, item):
@@ -51,14 +51,14 @@ def whole_tensors(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
 
 
 def is_of_parts(marker: Marker, name: str, item: TensorStorageMetadata) -> bool:
-    """Whether a tensor is made of others, which are stored in its place."""
+    """Whether a tensor is made of others, which were saved in its place."""
     boxes = [chunk.offsets for chunk in item.chunks if chunk.sizes.numel()]
     return bool(boxes) and marker.stored[MetadataIndex(name, boxes[0])].parts is not None
 
 
 def inner_tensors(markers: Sequence[Marker]) -> list[Record]:
-    """The tensors that others are made of, as :func:`whole_tensors` has whole ones: ``weight.qdata`` of ``weight``, one
-    for each box."""
+    """The inner tensors that other tensors are made of, such as ``weight.qdata`` of ``weight``, one for each box, as
+    :func:`whole_tensors` returns them."""
     found: dict[str, Record] = {}
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
@@ -77,14 +77,14 @@ def inner_tensors(markers: Sequence[Marker]) -> list[Record]:
 
 
 def read_whole(files: CheckpointFiles, chosen: Sequence[Record]) -> list[torch.Tensor]:
-    """Tensors that :func:`whole_tensors` has found, of the dtype that was saved."""
+    """Reads tensors that :func:`whole_tensors` has found, with the saved dtype."""
     wholes = [empty(record.shape, dtype=record.source.dtype, device="cpu") for record in chosen]
     files.read(want for record, whole in zip(chosen, wholes) for want in _boxes(record.source, whole))
     return wholes
 
 
 def _boxes(source: Boxes, whole: torch.Tensor) -> Iterator[WantedBox]:
-    """The boxes of a tensor, each to its place in the whole."""
+    """The boxes of a tensor, each with its target in the whole tensor."""
     for offsets, stored in source.boxes:
         part = slices_of(box_at(offsets, stored.shape))
         all_of_it = tuple(slice(0, n) for n in stored.shape)
@@ -92,7 +92,7 @@ def _boxes(source: Boxes, whole: torch.Tensor) -> Iterator[WantedBox]:
 
 
 def values_of(markers: Sequence[Marker], files: CheckpointFiles, prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """The simple values whose names begin with the prefix, and the names of what no file of tensors holds."""
+    """The simple values whose names begin with the prefix, and the names of leaves that no file of tensors can hold."""
     values: dict[str, Any] = {}
     left_out = []
     for marker in markers:
@@ -113,5 +113,5 @@ def values_of(markers: Sequence[Marker], files: CheckpointFiles, prefix: str) ->
 
 
 def without_prefix(prefix: str, name: str) -> Optional[str]:
-    """A name without the prefix; ``None`` if it does not begin with it, or nothing would be left."""
+    """A name without the prefix; ``None`` if it does not begin with the prefix, or is equal to it."""
     return name[len(prefix) :] if name.startswith(prefix) and name != prefix else None

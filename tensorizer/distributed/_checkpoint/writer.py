@@ -44,13 +44,13 @@ from tensorizer.errors import StreamExistsError
 
 _logger = logging.getLogger("tensorizer.distributed")
 
-# Copies (other devices, tensors that are not contiguous) that exist at a time: one batch is written while the next one
-# is copied.
+# Most bytes of copies (of tensors on other devices, or not contiguous) at a time: one batch is written while the next
+# one is copied.
 _BATCH_NBYTES = 128 << 20
 
-# Leaves of at most this size are looked into; larger ones are stored as they are.
+# Leaves of at most this size are decoded, to store them without a pickle; larger ones are stored unchanged.
 _MAX_SIMPLE_NBYTES = 1 << 20
-# JSON of at most this size is part of the marker, so that no rank opens the files of others for a few numbers.
+# JSON of at most this size is stored in the marker, so that no rank opens the files of others for a few numbers.
 _MAX_INLINE_NBYTES = 4 << 10
 
 EncryptionArgument = Union[EncryptionParams, Callable[[], EncryptionParams], None]
@@ -126,7 +126,7 @@ class TensorizerWriter(Located, StorageWriter):
         self._fsync = fsync
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
-        self._rank: Optional[int] = None  # in the group, of a save without collectives
+        self._rank: Optional[int] = None  # set by a save without collectives
         self._save_id = str(uuid.uuid4())
 
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class TensorizerWriter(Located, StorageWriter):
             folder.sync()
         replace = self._overwrite and self._rank is None
         files = {item.file.name for item in stored.values() if item.file is not None}
-        if replace:  # while the checkpoint of the other save is whole
+        if replace:  # while the checkpoint of the other save is still whole
             _check_files(folder, files)
         folder.write(marker_name(self._rank), content, fsync=self._fsync, replace=replace)
         metadata.storage_data = stored
@@ -212,7 +212,7 @@ class TensorizerWriter(Located, StorageWriter):
             names = _check_files(folder, files)
             try:
                 folder.remove_stale(names, files)
-            except OSError as error:  # the new checkpoint is complete without that
+            except OSError as error:  # the new checkpoint is complete anyway
                 _logger.warning("%s: files of an earlier checkpoint could not be deleted: %s", folder.where, error)
 
     # ---- the file of a rank -----------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class TensorizerWriter(Located, StorageWriter):
         return results
 
     def _planned_parts(self, item: WriteItem, tensor: torch.Tensor, names: set[str]) -> list[_Planned]:
-        """The records of a tensor that is made of others, the one of what else is known of it first."""
+        """The records of a tensor that is made of others. The first one holds its classes and contexts."""
         fqn, offset = item.index.fqn, item.index.offset
         text, inner = parts.take_apart(fqn, tensor)
         inline = len(text) <= _MAX_INLINE_NBYTES and self._encryption is None
@@ -264,7 +264,7 @@ class TensorizerWriter(Located, StorageWriter):
         return planned
 
     def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, tuple[str, torch.Tensor]]:
-        """A leaf that is no tensor: in the marker, or its kind and its bytes, for a record."""
+        """A leaf that is not a tensor: its text for the marker, or its kind and bytes for a record."""
         view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data)
         is_small = view.nbytes <= _MAX_SIMPLE_NBYTES
         text, packed = self._without_pickle(item.index.fqn, view, is_small)
@@ -276,17 +276,17 @@ class TensorizerWriter(Located, StorageWriter):
         return kind, torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
 
     def _without_pickle(self, name: str, data: memoryview, is_small: bool) -> tuple[Optional[str], Any]:
-        """What stands for a value in bytes of ``torch.save``: its JSON or, where it has arrays, a record of bytes.
+        """Encodes a value, given as bytes of ``torch.save``, without a pickle: as JSON or, with arrays, as a record.
 
-        Neither for other values. What a reader would refuse is refused now: when it is read, the run that could save it
-        otherwise is over.
+        Other values get neither. A value that readers would refuse is refused now: when somebody reads the checkpoint,
+        the program that could save it in another way has ended.
         """
         if self._allow_pickle and not is_small:
             return None, None
         try:
             value = load_vetted(name, io.BytesIO(data))
         except pickle.UnpicklingError as error:
-            if self._allow_pickle:  # whatever a planner may have written: its bytes are kept as they are
+            if self._allow_pickle:  # a planner may write anything: its bytes are kept unchanged
                 return None, None
             raise TypeError(
                 f"{name!r}: a leaf that is more than tensors and simple values, which TensorizerReader refuses "
@@ -329,25 +329,25 @@ class TensorizerWriter(Located, StorageWriter):
 
 
 class _Planned(NamedTuple):
-    """One record of a rank's file, for an item of the plan."""
+    """One record in the file of a rank, for an item of the plan."""
 
     item: WriteItem
     kind: str
-    record: Record  # whose source is the content of a leaf, or a part; tensors are asked for when their turn comes
-    part: Optional[str] = None  # the path of an inner tensor of the item; empty for what else is known of it
-    about: Optional[str] = None  # that, of an inner tensor, where it goes into the marker
+    record: Record  # its source is the content of a leaf, or a part; the planner is asked for tensors later
+    part: Optional[str] = None  # the path of an inner tensor of the item; empty for the record of its classes
+    about: Optional[str] = None  # for an inner tensor: the JSON text of its classes, if it goes into the marker
 
     def tensor(self, planner: SavePlanner) -> torch.Tensor:
-        """The data, where they are; as planned.
+        """The tensor with the data, after a comparison with the plan.
 
         Raises:
-            ValueError: They are not what was planned.
+            ValueError: The tensor differs from the plan.
         """
         record = self.record
         if isinstance(record.source, torch.Tensor):
             return record.source
         tensor: Any = planner.resolve_data(self.item)
-        wait = getattr(tensor, "trigger_wait", None)  # the result of a collective that may still run
+        wait = getattr(tensor, "trigger_wait", None)  # waits for a collective that may still run
         tensor = tensor if wait is None else wait()
         if tensor.is_meta or tensor.dtype != record.dtype or tuple(tensor.shape) != record.shape:
             raise ValueError(
@@ -359,9 +359,9 @@ class _Planned(NamedTuple):
 
 
 def _made_of_parts(item: WriteItem, planner: SavePlanner) -> Optional[torch.Tensor]:
-    """The tensor of an item where it is made of others; it is asked for only where the state dict has such a one."""
+    """The tensor of an item if it is made of others. The planner is asked only if the state dict has such a tensor."""
     value = (getattr(planner, "state_dict", None) or {}).get(item.index.fqn)
-    local = getattr(value, "_local_tensor", value)  # of a DTensor
+    local = getattr(value, "_local_tensor", value)  # the local part of a DTensor
     if not hasattr(type(local), "__tensor_flatten__"):
         return None
     tensor: Any = planner.resolve_data(item)
@@ -369,7 +369,7 @@ def _made_of_parts(item: WriteItem, planner: SavePlanner) -> Optional[torch.Tens
 
 
 def _result_of_parts(index: MetadataIndex, found: Sequence[tuple[_Planned, Stored]]) -> WriteResult:
-    """What was written for one item that is made of others."""
+    """The result for one item that is made of others."""
     (first, about), *_ = found
     inner = [(planned, stored) for planned, stored in found if planned.part]
     known = Stored(markers.JSON, text=first.about) if first.part else about._replace(kind=markers.JSON)
@@ -379,7 +379,7 @@ def _result_of_parts(index: MetadataIndex, found: Sequence[tuple[_Planned, Store
 
 
 def _unused(index: MetadataIndex, names: set[str]) -> str:
-    """A name for the record of an item: that of its tensor, for further boxes with their offsets."""
+    """A new name for the record of an item: the name of its tensor, with the offsets for further boxes."""
     name = index.fqn
     if name in names:
         name = f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
@@ -390,10 +390,10 @@ def _unused(index: MetadataIndex, names: set[str]) -> str:
 
 
 def _write_batches(session: _C.SaveSession, records: Sequence[_Planned], planner: SavePlanner) -> None:
-    """Writes all records; where tensors have to be copied, one batch is copied while the one before is written."""
+    """Writes all records. If tensors have to be copied, a thread writes one batch while the next one is copied."""
     batch: list[torch.Tensor] = []
     copied = 0  # bytes of copies in it
-    pending: Any = None  # the batch before, which the thread writes
+    pending: Any = None  # the previous batch, which the thread writes
     pending_copied = 0
 
     def wait() -> None:
@@ -420,33 +420,35 @@ def _write_batches(session: _C.SaveSession, records: Sequence[_Planned], planner
                 wait()
             batch.append(contiguous(tensor, on_device))
             copied += size
-            del tensor  # before the next one is made
+            del tensor  # before the next batch is copied
         write = _prepared(session, batch)
         wait()
         write()
 
 
 def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[], None]:
-    """What writes a batch, whose copies on the device are in order after what the caller enqueued."""
+    """A function that writes a batch. Its copies on the device run after the work that the caller has enqueued."""
     payloads = [memory_of(tensor) for tensor in batch]
     device = batch[0].device
     engine = None if device.type == "cpu" else cuda_engine.engine_for(device)
 
     def write() -> None:
         session.write_payloads(payloads, engine=engine)
-        batch.clear()  # kept until here
+        batch.clear()  # the copies live until here
 
     return write
 
 
 def _check_files(folder: Folder, files: set[str]) -> list[str]:
-    """Raises if files of this save are gone: another save deletes what its own marker does not name. Returns the names
-    in the folder, as far as they can be listed."""
+    """Raises if files of this save are gone, because another save deletes files that its own marker does not name.
+
+    Returns the names in the folder; empty if the folder cannot be listed.
+    """
     try:
         names = folder.names()
-        # a listing may be older than the files of other machines
+        # a listing may not yet show the files of other machines
         gone = sorted(name for name in files.difference(names) if _is_gone(folder, name))
-    except OSError as error:  # who may not list the folder may save all the same
+    except OSError as error:  # a save needs no right to list the folder
         _logger.warning("%s: could not be listed, to find files of other saves: %s", folder.where, error)
         return []
     if gone:
@@ -458,7 +460,7 @@ def _check_files(folder: Folder, files: set[str]) -> list[str]:
 
 
 def _is_gone(folder: Folder, name: str) -> bool:
-    """Whether a file that no listing has is not there. Who may list is told of missing files as such."""
+    """Whether a file that is missing in the listing does not exist."""
     try:
         folder.open(name).close()
     except FileNotFoundError:
@@ -467,7 +469,7 @@ def _is_gone(folder: Folder, name: str) -> bool:
 
 
 def _by_index(results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Stored]:
-    """What all ranks wrote. A box without elements never stands for one that begins at the same place."""
+    """The places that all ranks wrote. A box without elements never replaces a box with the same offsets."""
     stored: dict[MetadataIndex, Stored] = {}
     for result in (result for of_rank in results for result in of_rank):
         found = stored.get(result.index)
