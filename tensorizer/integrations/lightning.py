@@ -50,16 +50,16 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "lightning":
         raise
-    from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO  # the package lightning-fabric alone
+    from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO  # only the package lightning-fabric is installed
 
 __all__ = ["TensorizerCheckpointIO", "load_from_checkpoint"]
 
 _KEY = "lightning.checkpoint"
-_ZIP = b"PK\x03\x04"  # what files of torch.save begin with
+_ZIP = b"PK\x03\x04"  # the first bytes of files of torch.save
 
 logger = logging.getLogger(__name__)
 
-# Classes of Lightning that a checkpoint can make.
+# Classes of Lightning that a checkpoint may contain.
 _MADE = ("LightningModule", "LightningDataModule")
 
 MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], Any], None]
@@ -121,7 +121,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         locks.makers[self] = threading.Lock
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles the plugin for ranks that are spawned, without what belongs to this process."""
+        """Pickles the plugin for spawned ranks, without the objects that belong to this process."""
         self._wait()
         return {**self.__dict__, "_thread": None, "_lock": None}
 
@@ -151,8 +151,8 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._wait()
         node, tensors = _taken_apart(checkpoint)
         staged = {name: _on_host(tensor) for name, tensor in tensors.items()}
-        if scheme_of(path) is None:  # callbacks link to the file before it is there
-            with contextlib.suppress(OSError):  # the save says what is wrong
+        if scheme_of(path) is None:  # callbacks link to the file before it exists
+            with contextlib.suppress(OSError):  # the save raises the error
                 os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with self._lock:
             if self._thread is None:  # after a teardown
@@ -162,7 +162,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     def _write_behind(self, node: Any, tensors: dict[str, torch.Tensor], path: Any, options: Mapping[str, Any]) -> None:
         try:
             self._write(node, tensors, path, options)
-        except BaseException as error:  # a save behind the last teardown is waited for by nobody
+        except BaseException as error:  # nothing waits for a save after the last teardown
             logger.error("%s was not saved: %s", shown_location(path), error)
             raise
 
@@ -249,7 +249,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 value = load_vetted(".".join(map(str, place)), data, "weights_only=False")
                 return load_harmless(torch_saved(value), where)
 
-            # Twice, because only what the text says may be an error of the file, and not what leaves raise.
+            # Decoded twice: errors in the text are errors of the file, but errors of leaves are not.
             named(shown, from_json, text, referred_to)
             values = {(kind, name): loaded(kind, name, *about) for (kind, name), about in leaves.items()}
             result: dict[str, Any] = named(shown, from_json, text, lambda *leaf: values[referred_to(*leaf)])
@@ -272,7 +272,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._wait()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: thread and save are the parent's, which alone can wait for them."""
+        """Drops thread and save in a forked child: only the parent can wait for them."""
         if self._process != os.getpid():
             self._process, self._thread, self._pending = os.getpid(), None, None
 
@@ -337,7 +337,7 @@ def load_from_checkpoint(
     reader = TensorizerCheckpointIO(
         decryption=decryption, verify_hash=verify_hash, public_key=public_key, stream_options=stream_options
     )
-    # Of the package that the class is of: lightning, or pytorch_lightning.
+    # From the package of the class: lightning, or pytorch_lightning.
     names = [base.__module__ for base in module_class.__mro__ if base.__name__ in _MADE]
     if not names:
         raise TypeError(f"module_class: expected a LightningModule or LightningDataModule, got {module_class!r}")
@@ -353,13 +353,13 @@ def load_from_checkpoint(
 
 
 def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """JSON for a checkpoint, and the tensors that it refers to, by their paths.
+    """The JSON text of a checkpoint, and the tensors that it refers to, by their paths.
 
-    One tensor or array in several places is one record, under its first path. So are tied weights, which a state dict
-    has as several tensors over the same memory.
+    A tensor or array that occurs in several places is one record, under its first path. So are tied weights, which are
+    several tensors over the same memory in a state dict.
     """
     tensors: dict[str, torch.Tensor] = {}
-    names: dict[Hashable, Any] = {}  # what stands for an object, by its id, and for the memory of a tensor
+    names: dict[Hashable, Any] = {}  # the node of each object, by its id, and of the memory of each tensor
 
     def leaf(value: Any, place_of_value: Place) -> Any:
         if id(value) in names:
@@ -378,7 +378,7 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             return names[id(value)]
         try:
             content = torch_saved(value)
-        except Exception as error:  # whatever an object of somebody else's raises when it is pickled
+        except Exception as error:  # objects of other programs may raise anything when they are pickled
             raise NotSimple(f"a {type(value).__name__} cannot be stored: {error}") from error
         tensors[name] = torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)
         return {"saved": name}
@@ -390,15 +390,15 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _unused_name(place: Place, used: Container[str]) -> str:
-    """The steps of a path joined by dots, as names of modules are, and behind them a number if that is taken."""
-    # Keys of dicts may be texts that no file can hold as a name: too long, or not Unicode.
+    """The steps of a path joined by dots, as in names of modules, and a number if that name is taken."""
+    # A key of a dict may be too long for a name in a file, or not be Unicode.
     path = ".".join(map(str, place))[:1000].encode("utf-8", "replace").decode() or "checkpoint"
     numbered = (f"{path}~{n}" for n in itertools.count(2))
     return next(name for name in itertools.chain([path], numbered) if name not in used)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, pinned for tensors of a GPU, that nobody else changes."""
+    """A private copy in host memory, which is pinned for tensors of a GPU."""
     host = empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor)
 

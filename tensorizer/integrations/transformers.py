@@ -93,7 +93,7 @@ class TensorsTrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _fill(self, folder: str, model: Optional[torch.nn.Module]) -> bool:
-        """Copies a checkpoint into the model, so that optimizers keep their tensors; ``False`` where it is no ours."""
+        """Copies a checkpoint into the model, so that optimizers keep their tensors; ``False`` if it is not ours."""
         trainer: Any = self
         if _is_in_pieces(trainer):
             return False

@@ -1,1 +1,1 @@
-"""How objects of the Hugging Face libraries are found, loaded and saved, for tensorizer.integrations.huggingface."""
+"""Finds, loads and saves objects of the Hugging Face libraries, for tensorizer.integrations.huggingface."""

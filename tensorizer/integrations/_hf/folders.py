@@ -1,4 +1,4 @@
-"""Folders of models wherever they are: a local one, a prefix of a store, a repository of the hub at one commit."""
+"""Opens folders of models: local folders, prefixes of a store, and repositories on the hub at one commit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tensorizer._load.digests import AUTO, Verification
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import MAY_BE_FORBIDDEN, StreamError, StreamNotFoundError, is_absent, is_denied
 
-#: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
+#: The list of files that ``save_pretrained`` writes into a prefix, because a loader cannot list a prefix.
 MANIFEST = "tensorizer_files.json"
 
-# The files that say what a folder holds.
+# The files that tell which kind of object a folder holds.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
 
-# Files beside a model that do not belong to it, whatever their size.
+# Files beside a model that do not belong to it, even if they are small.
 _OF_DATA_SETS = (
     *(".parquet", ".arrow", ".jsonl", ".ndjson", ".csv", ".tsv", ".npy", ".npz", ".db", ".sqlite", ".lmdb", ".log"),
     *(".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".wav", ".flac", ".mp3", ".mp4", ".png", ".jpg"),
@@ -52,7 +52,7 @@ _URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces|buckets)/){_PART}/{
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """What a load was asked for: the arguments of ``from_pretrained``, but for the class and the source.
+    """The options of a load: the arguments of ``from_pretrained``, except the class and the source.
 
     Attributes:
         call: The key, the keys that may authenticate the weights, and keywords for opening URIs.
@@ -67,7 +67,7 @@ class LoadOptions:
     variant: Optional[str] = None
     dtype: Union[torch.dtype, str, None] = "auto"
     old_name_of_dtype: bool = False  # whether the caller wrote torch_dtype=
-    device: torch.device = _HOST  # of a load without a device map
+    device: torch.device = _HOST  # used without a device map
     device_map: Any = None
     quantization_config: Any = None
     config: Any = None
@@ -78,7 +78,7 @@ class LoadOptions:
     model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def of_base_model(self) -> LoadOptions:
-        """For a model of another folder: nothing that was said about this one's files holds for it."""
+        """The options for the base model in another folder, without those that are about the files of this folder."""
         of_model = ("dtype", "device", "device_map", "quantization_config", "model_kwargs")
         of_hub = ("cache", "local_files_only", "token", "allow_pickle")
         call = CallOptions(progress=self.call.progress, trust=Trust.of(None, None), shared=self.call.shared)
@@ -86,11 +86,11 @@ class LoadOptions:
 
 
 def is_small_file(name: str, folders: Collection[str]) -> bool:
-    """Whether a file of a repository belongs to the model and holds no weights: not so data sets, or what git keeps.
+    """Whether a file of a repository belongs to the model and holds no weights. Data sets and git's files do not.
 
     Args:
-        name: With ``/`` for folders inside.
-        folders: The folders that belong to the model, with all that is in them.
+        name: Name of the file, with ``/`` for folders.
+        folders: The folders that belong to the model, with all their content.
     """
     if is_weight(name) or any(part.startswith(".") for part in name.split("/")):
         return False
@@ -105,39 +105,39 @@ class ModelFolder:
     """One folder of a model.
 
     Attributes:
-        label: What the caller named, without secrets; becomes ``model.config.name_or_path``.
-        call: For opening what :meth:`weight` gives, without the key.
+        label: The source that the caller named, without secrets. It becomes ``model.config.name_or_path``.
+        call: The options for opening the result of :meth:`weight`, without the key.
     """
 
     label: str
     call: CallOptions = PLAIN
     has_revision = False  # whether it is one revision of a repository
     file: Optional[str] = None  # the file of weights that the caller named
-    _below = ""  # the folder inside of what was opened, and a slash
+    _below = ""  # the subfolder of the folder that was opened, and a slash
 
     @property
     def inside(self) -> str:
-        """The folder inside of what was opened, with a slash at its end; empty for all of it."""
+        """The subfolder of the folder that was opened, with a slash at its end; empty for the folder itself."""
         return self._below
 
     @property
     def doubt(self) -> str:
-        """What belongs behind messages of what was not found: why that may be wrong."""
+        """A text to add to messages about missing files: why they may exist after all."""
         return ""
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name (with ``/`` for folders inside)."""
+        """Whether a file of that name exists (with ``/`` for folders)."""
         return self._has(self._below + name)
 
     def fetch(self, *names: str) -> Path:
-        """A local folder with those of the small files `names` that exist, under their names."""
+        """A local folder with all of the small files `names` that exist, under their names."""
         return self._fetch([self._below + name for name in names]) / self._below
 
     def fetch_all(self, folders: Optional[Collection[str]] = None) -> Path:
-        """A local folder with every small file of the model, and of a local folder with whatever else is in it.
+        """A local folder with every small file of the model; a local model is returned with all its files.
 
         Args:
-            folders: Those in it that belong to the model, as :func:`is_small_file` wants them; ``None``: all.
+            folders: The folders that belong to the model, as for :func:`is_small_file`; ``None`` for all.
 
         Raises:
             FileNotFoundError: The files cannot be listed.
@@ -148,19 +148,19 @@ class ModelFolder:
         return self._fetch(chosen) / self._below
 
     def weight(self, name: str) -> Any:
-        """What the engine opens: the path or URI of a file of weights, or of an index of some."""
+        """The path or URI of a file of weights, or of the index of several, for the engine to open."""
         return self._weight(self._below + name)
 
     def those_of(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that there are."""
+        """The `names` that exist."""
         return [name for name in names if self.has(name)]
 
     def listing(self) -> Optional[list[str]]:
-        """The names of all files in it; ``None`` where they cannot be listed."""
+        """The names of all files in the folder; ``None`` if they cannot be listed."""
         return None
 
     def forms(self, note_of: NoteOf) -> FolderOfForms:
-        """What tells whether several files of weights in it are one model."""
+        """Decides whether several files of weights in the folder are one model."""
         return FolderOfForms(self.label, self.weight, note_of, self.call)
 
     def _has(self, name: str) -> bool:
@@ -176,10 +176,10 @@ class ModelFolder:
         raise NotImplementedError
 
     def below(self, subfolder: str) -> ModelFolder:
-        """The folder of that name in this one; it is closed with this one.
+        """The subfolder of that name. Closing this folder closes it.
 
         Raises:
-            ValueError: It is not below this one.
+            ValueError: The name leads out of this folder.
         """
         if subfolder in ("", "."):
             return self
@@ -191,17 +191,17 @@ class ModelFolder:
         return folder
 
     def read_json(self, name: str, kind: type = dict) -> Any:
-        """The content of a small file, a `kind`; ``None`` where there is none. Raises as :func:`json_content`."""
+        """The content of a small JSON file, a `kind`; ``None`` if it does not exist. Raises as :func:`json_content`."""
         if not self.has(name):
             return None
         return json_content(f"{self.label}: {name}", (self.fetch(name) / name).read_bytes(), kind)
 
     def close(self) -> None:
-        """Removes what was made for this load."""
+        """Removes the temporary files of this load."""
 
 
 class LocalFolder(ModelFolder):
-    """A folder of this machine."""
+    """A local folder."""
 
     def __init__(self, folder: Path) -> None:
         self.label, self._folder = str(folder), folder
@@ -213,7 +213,7 @@ class LocalFolder(ModelFolder):
         return self._folder
 
     def _names(self) -> Collection[str]:
-        return ()  # they are all there
+        return ()  # all of them are here
 
     def listing(self) -> Optional[list[str]]:
         return [path.name for path in (self._folder / self._below).iterdir() if path.is_file()]
@@ -223,13 +223,13 @@ class LocalFolder(ModelFolder):
 
 
 class RemoteFolder(ModelFolder):
-    """A prefix of a store, which cannot be listed: names are tried. Small files go to a private temporary folder.
+    """A prefix of a store. Since it cannot be listed, names are tried. Small files go to a private temporary folder.
 
     Args:
         prefix: URI of the folder.
-        call: For opening its files.
-        label: For messages; ``None`` is the URI without secrets.
-        names: Its files, where they are known after all.
+        call: The options for opening its files.
+        label: Name of the folder in messages; ``None`` takes the URI without secrets.
+        names: The names of its files, if they are known.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class RemoteFolder(ModelFolder):
         self.label = shown_uri(self._prefix) if label is None else label
         self.call, self._listing, self.has_revision = call, names, names is not None
         self._known: dict[str, bool] = {}
-        self._denied: list[str] = []  # names of which the store refused to say whether they are there
+        self._denied: list[str] = []  # names for which the store answered 403
         self._folder = Path(tempfile.mkdtemp(prefix="tensorizer-"))
 
     def _has(self, name: str) -> bool:
@@ -264,7 +264,7 @@ class RemoteFolder(ModelFolder):
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Passes over errors that say that there is no such file, and keeps those in mind that may mean so."""
+        """Suppresses errors for files that do not exist, and notes the names that may exist, but are forbidden."""
         try:
             yield
         except OSError as error:
@@ -326,7 +326,7 @@ def _is_plain(name: Any) -> bool:
 
 
 def is_repo_id(text: str) -> bool:
-    """Whether a text can be ``org/name`` or the name of one of the oldest repositories."""
+    """Whether a text can be the id of a repository: ``org/name``, or a name alone, as the oldest ones have."""
     return _REPO_ID.match(text) is not None and ".." not in text and "--" not in text
 
 
@@ -334,7 +334,7 @@ def parse_uri(uri: str) -> tuple[str, Optional[str], str]:
     """Repository, revision and subfolder of ``hf://org/name[@revision][/subfolder]``.
 
     Raises:
-        ValueError: Another form, or a repository that holds no models.
+        ValueError: The URI has another form, or names a repository of data sets or spaces.
     """
     match = _URI.match(uri)
     if match is None:
@@ -347,15 +347,15 @@ def parse_uri(uri: str) -> tuple[str, Optional[str], str]:
 
 
 def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> ModelFolder:
-    """A repository at one commit.
+    """Opens a repository at one commit.
 
-    With ``cache`` files come through the cache of ``huggingface_hub``; otherwise they are read over HTTPS, and no file
-    of weights touches the disk.
+    With ``cache``, files come through the cache of ``huggingface_hub``. Otherwise they are read over HTTPS, and weights
+    are never written to the disk.
 
     Raises:
-        FileNotFoundError: No such repository or revision, or not in the cache.
-        StreamError: The hub cannot be reached, and it is not in the cache.
-        ValueError: What can be no revision.
+        FileNotFoundError: The repository or revision does not exist, or is not in the cache.
+        StreamError: The hub cannot be reached, and the cache does not have the files.
+        ValueError: The text cannot be a revision.
         ImportError: The package ``huggingface_hub`` is not installed.
     """
     import huggingface_hub
@@ -371,7 +371,7 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
     below = options.subfolder.strip("/")
     described = [f"{below}/{name}" if below else name for name in _DESCRIPTIONS]
     try:
-        if options.cache:  # notes which commit a branch is, so that all files are of that one
+        if options.cache:  # notes the commit of a branch, so that all files come from that commit
             if offline:
                 return _cached(repo, revision, shown)
             folder = _download(repo, revision, options.token, described)
@@ -391,13 +391,13 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
     if not info.sha:
         raise StreamError(f"{shown}: the hub does not say which commit that is")
     prefix = huggingface_hub.hf_hub_url(repo, "x", revision=info.sha)[: -len("/x")]
-    headers = build_hf_headers(token=options.token)  # they go to the host of the hub alone
+    headers = build_hf_headers(token=options.token)  # they are sent only to the host of the hub
     call = options.call._replace(stream=StreamOptions(http_options=HTTPOptions(headers=headers)))
     return RemoteFolder(prefix, call, repo, names)
 
 
 def _cached(repo: str, revision: Optional[str], shown: str, error: Optional[Exception] = None) -> ModelFolder:
-    """Those files of a commit that are in the cache; `error` is why the hub was not asked for more."""
+    """The files of a commit that are in the cache; `error` is the reason why the hub was not asked."""
     folder = hub_cache.snapshot(repo, revision)
     if folder is None:
         if error is None:
@@ -408,7 +408,7 @@ def _cached(repo: str, revision: Optional[str], shown: str, error: Optional[Exce
 
 
 def _download(repo: str, revision: Optional[str], token: Any, names: Iterable[str]) -> Path:
-    """The folder of a commit in the cache, with these files of it; several are fetched at the same time."""
+    """The folder of a commit in the cache, with these files; several are downloaded at the same time."""
     import huggingface_hub
 
     patterns = [glob.escape(name) for name in names]
@@ -416,7 +416,7 @@ def _download(repo: str, revision: Optional[str], token: Any, names: Iterable[st
 
 
 class _CachedRepo(ModelFolder):
-    """Files of one commit, in the cache of ``huggingface_hub`` or fetched into it when they are asked for."""
+    """The files of one commit, in the cache of ``huggingface_hub`` or downloaded into it on first use."""
 
     has_revision = True
 
@@ -444,20 +444,20 @@ class _CachedRepo(ModelFolder):
         return _FormsInRepo(self, note_of)
 
     def path_of(self, name: str, fetch: bool = True) -> Path:
-        """Where a file is in the cache; `fetch` downloads it if it is not there yet."""
+        """The path of a file in the cache; `fetch` downloads it if it is missing."""
         name = self._below + name
         return (self._fetch([name]) if fetch else self._folder) / name
 
     def stated(self, name: str) -> Any:
-        """What the hub says of a file without sending it: ``size``, and as ``etag`` the SHA-256 of a large one."""
+        """The hub's answer to a HEAD request: the ``size`` of a file, and its ``etag``, the SHA-256 of a large file."""
         import huggingface_hub
 
         url = huggingface_hub.hf_hub_url(self._repo, self._below + name, revision=self._folder.name)
         return huggingface_hub.get_hf_file_metadata(url, token=self._token)
 
     def _weight(self, name: str) -> Any:
-        self._fetch([name, f"{name}.sig"])  # a signature is looked for beside the weights
-        if name.endswith(".json"):  # an index, and all of its shards have to be there
+        self._fetch([name, f"{name}.sig"])  # the load looks for a signature beside the weights
+        if name.endswith(".json"):  # an index: all its shards are needed
             index = self._folder / name
             shards, _ = parse_index(str(index), index.read_bytes())
             below = name.rpartition("/")[0]
@@ -467,14 +467,14 @@ class _CachedRepo(ModelFolder):
 
 
 class _FormsInRepo(FolderOfForms):
-    """Files that are compared without downloading them, as far as the hub, or the cache, knows their SHA-256."""
+    """Compares files without downloading them, if the hub or the cache knows their SHA-256."""
 
     def __init__(self, repo: _CachedRepo, note_of: NoteOf) -> None:
         super().__init__(repo.label, self._located, note_of)
         self._repo = repo
 
     def _located(self, name: str) -> Any:
-        if ".tensors" in name:  # to read what it notes
+        if ".tensors" in name:  # its metadata may name the file that it was converted from
             return self._repo.weight(name)
         return str(self._repo.path_of(name, fetch=is_index_name(name)))
 
@@ -484,7 +484,7 @@ class _FormsInRepo(FolderOfForms):
 
     def sha256(self, name: str, made: str) -> str:
         path = self._repo.path_of(name, fetch=False)
-        # In the cache a large file is a link to one whose name is its SHA-256, which the hub states as its ETag.
+        # In the cache, a large file is a link to a file whose name is its SHA-256; the hub sends that as the ETag.
         stated = str(path.resolve().name if path.exists() else self._repo.stated(name).etag)
         if _SHA256.match(stated):
             return stated
@@ -494,13 +494,13 @@ class _FormsInRepo(FolderOfForms):
 
 @contextlib.contextmanager
 def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
-    """The folder that a caller named, or that holds the file named.
+    """Opens the folder that the caller named, or the folder of the file that the caller named.
 
-    It is a path, a URI, ``hf://org/name[@revision]`` or a hub id.
+    The source is a path, a URI, ``hf://org/name[@revision]`` or a hub id.
 
     Raises:
-        FileNotFoundError: No such folder or repository.
-        ValueError: A source of another kind; a revision for what is not on the hub.
+        FileNotFoundError: The folder or repository does not exist.
+        ValueError: The source is of another kind, or has a revision but is not on the hub.
     """
     folder: ModelFolder
     revision, inside = options.revision, ""

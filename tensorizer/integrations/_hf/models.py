@@ -1,6 +1,6 @@
-"""Models of ``transformers``: filled from the file while they are empty, or made by the library from a state dict.
+"""Loads models of ``transformers``: fills an empty model from the file, or lets the library make it from a state dict.
 
-Which class a folder is for is found without running code from it.
+The class of the model is found without running code from the folder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ logger = logging.getLogger("tensorizer.integrations.huggingface")
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-# What the constructor takes, and what can be done without the library; whatever else was asked for is its own to do.
+# Keywords for the constructor, and those that need no help of the library. With any other keyword, the library loads.
 _OF_CONSTRUCTION = {"attn_implementation", "experts_implementation", "max_memory", "ignore_mismatched_sizes"}
 _BALANCED = ("auto", "balanced", "balanced_low_0")
 
-# Methods of tensors and functions of torch.nn.init that give values to what is there.
+# Methods of tensors and functions of torch.nn.init that set the values of existing tensors.
 _FILLING = re.compile(
     "(normal|uniform|trunc_normal|xavier_normal|xavier_uniform|kaiming_normal|kaiming_uniform|orthogonal|eye|dirac|sparse|"
     "zero|zeros|ones|fill|constant|copy|add|sub|mul|div|clamp|erfinv|exponential|log)_"
@@ -46,7 +46,7 @@ _FILLING = re.compile(
 
 
 def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
-    """A model in evaluation mode, and the loading information that the library would give."""
+    """A model in evaluation mode, and the loading information that the library would return."""
     if options.old_name_of_dtype:
         from transformers.utils import logging as library_logging
 
@@ -78,7 +78,7 @@ def _may_be_filled(config: Any, options: LoadOptions, keywords: dict[str, Any]) 
 def _filled(
     builder: Any, config: Any, weights: Weights, options: LoadOptions, keywords: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, built empty and filled from the file; ``None`` where that is not the way."""
+    """Builds an empty model and fills it from the file; ``None`` if only the library can load it."""
     config = copy.deepcopy(config)
     dtype = _dtype_of(config, weights, options)
     chosen = {name: keywords[name] for name in ("attn_implementation", "experts_implementation") if name in keywords}
@@ -88,7 +88,7 @@ def _filled(
     devices: Any = options.device
     if options.device_map is not None:
         devices = resolve_device_map(model, options.device_map, keywords.get("max_memory"), dtype)
-        if "disk" in devices.values():  # the library alone arranges that
+        if "disk" in devices.values():  # only the library can do that
             return None, {}
     if not fill_empty(model, weights, devices):
         return None, {}
@@ -99,12 +99,12 @@ def _filled(
 
 
 def compute_tables(model: Any) -> None:
-    """Computes the buffers that no file holds as the library does.
+    """Computes the buffers that files do not hold, in the same way as the library.
 
-    Constructors run under the dtype of the model, in which some tables come out coarse. ``from_pretrained`` of version
-    5 therefore computes them a second time, in ``_init_weights`` under torch's default dtype; what is marked is spared.
+    Constructors run under the dtype of the model, in which some tables are inexact. So ``from_pretrained`` of version 5
+    computes them again, in ``_init_weights`` under torch's default dtype; tensors with a mark are left unchanged.
     """
-    if not hasattr(model, "named_non_persistent_buffers"):  # version 4 keeps those of the constructor
+    if not hasattr(model, "named_non_persistent_buffers"):  # version 4 keeps the buffers of the constructor
         return
     tables = dict(model.named_non_persistent_buffers(remove_duplicate=False))
     if not tables:
@@ -120,7 +120,7 @@ def compute_tables(model: Any) -> None:
 
 
 def _dtype_of(config: Any, weights: Weights, options: LoadOptions) -> torch.dtype:
-    """What ``dtype`` means, as the library has it: "auto" is the configuration's, else that of the weights."""
+    """The dtype that the library would choose: "auto" is the dtype of the configuration, else of the weights."""
     dtype = options.dtype
     if dtype is None:
         return torch.get_default_dtype()
@@ -132,7 +132,7 @@ def _dtype_of(config: Any, weights: Weights, options: LoadOptions) -> torch.dtyp
 
 
 def asked_dtype(dtype: Any) -> Any:
-    """What a caller means: ``None``, ``"auto"``, a dtype, or a mapping from parts of a model to them.
+    """Converts the caller's argument: ``None``, ``"auto"``, a dtype, or a mapping from parts of a model to dtypes.
 
     Raises:
         ValueError: As :func:`one_dtype`.
@@ -145,10 +145,10 @@ def asked_dtype(dtype: Any) -> Any:
 
 
 def one_dtype(dtype: Any, place: str = "") -> torch.dtype:
-    """A dtype, also from its name.
+    """A floating-point dtype, also from its name.
 
     Raises:
-        ValueError: Something else; the message begins with `place` and says which dtype may be meant.
+        ValueError: It is something else. The message begins with `place` and suggests a dtype.
     """
     found = named_dtype(dtype) if isinstance(dtype, str) else dtype
     if isinstance(found, torch.dtype) and found.is_floating_point:
@@ -161,7 +161,7 @@ def one_dtype(dtype: Any, place: str = "") -> torch.dtype:
 
 
 def dtype_of_file(weights: Weights) -> torch.dtype:
-    """That of its first tensor of floating-point numbers."""
+    """The dtype of the first tensor of floating-point numbers in the file."""
     if weights.pickled:
         stored = [tensor.dtype for tensor in weights.state_dict().values()]
     else:
@@ -179,10 +179,10 @@ def _nothing_wrong() -> dict[str, Any]:
 
 
 def own_file_of_library(weights: Weights) -> Path:
-    """The local file or index that the library has to read itself: the layout of tensors is in the headers of files.
+    """The local file or index for weights that the library must read itself, because file headers hold their layout.
 
     Raises:
-        UnsupportedContentError: The weights are in another place or format, or were to be checked or decrypted.
+        UnsupportedContentError: The weights are not local or have another format, or are to be checked or decrypted.
     """
     options, folder = weights.options, weights.folder
     path = None if weights.pickled else local_path(weights.source)
@@ -204,7 +204,7 @@ def _by_library(
     keywords: dict[str, Any],
     own_file: Optional[Path] = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The library's model: it renames, converts, quantises and places what is in a state dict, or in a file of its."""
+    """Lets the library load a state dict or its own file: it renames, converts, quantises and places the tensors."""
     builder = _concrete(builder, config)
     device_map = options.device_map
     if device_map is None and options.device.type != "cpu":
@@ -228,10 +228,10 @@ def _by_library(
 
 
 def _under_names_of_files(state: dict[str, torch.Tensor], config: Any, folder: ModelFolder) -> dict[str, torch.Tensor]:
-    """The state dict as the library's own ``save_pretrained`` writes it, if it is that of the model.
+    """The state dict under the names of the library's own ``save_pretrained``, if it has those of the model.
 
-    From version 5 on the library keeps some models under other names than their files. It renames whatever it loads,
-    and makes wrong names of those that it would not have to change (Qwen2-VL, A.X-K1).
+    From version 5 on, the names in some models differ from those in their files. The library renames all tensors that
+    it loads, and spoils names that are right already (Qwen2-VL, A.X-K1).
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -265,7 +265,7 @@ def _check(model: Any, info: dict[str, Any], weights: Weights) -> None:
 
 
 def _concrete(builder: Any, config: Any) -> Any:
-    """The model class that an ``AutoModel...`` stands for: they take no state dict without a name."""
+    """The model class that an ``AutoModel...`` class selects, because the latter takes no state dict without a name."""
     if hasattr(builder, "_from_config"):
         return builder
     with torch.device("meta"):
@@ -276,9 +276,9 @@ def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[An
     """The configuration, and the keywords that are not its members.
 
     Args:
-        cls: The class that was asked for, or ``None``.
+        cls: The requested class, or ``None``.
         folder: The folder.
-        options: ``config`` is taken as it is, if there is one; ``model_kwargs`` that name members override them.
+        options: If it has a ``config``, that is used. ``model_kwargs`` that name members override them.
 
     Raises:
         ValueError: The configuration belongs to code in the repository.
@@ -308,7 +308,7 @@ def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[An
         )
     source = own or AutoConfig
     files = folder.fetch(_CONFIG)
-    if hasattr(source, "for_model"):  # AutoConfig, which would ask on the terminal; others would keep it as a member
+    if hasattr(source, "for_model"):  # AutoConfig would ask on the terminal; other classes would keep it as a member
         keywords["trust_remote_code"] = False
     config, rest = source.from_pretrained(files, return_unused_kwargs=True, **keywords)
     return config, rest
@@ -344,13 +344,13 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder) -> Any:
 
 @contextlib.contextmanager
 def empty_on(device: torch.device) -> Iterator[None]:
-    """Models built here have their computed buffers on `device` and parameters without memory."""
+    """A block in which models get their computed buffers on `device` and parameters without memory."""
     with torch.device(device), no_init_or_tensor(), _NothingToInitialise():
         yield
 
 
 class _NothingToInitialise(TorchFunctionMode):
-    """Filling a tensor without memory is nothing, and costs nothing: on the meta device torch takes milliseconds."""
+    """A block in which initialising a tensor without memory does nothing, since torch takes milliseconds for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _FILLING.fullmatch(getattr(func, "__name__", "")):
@@ -361,19 +361,19 @@ class _NothingToInitialise(TorchFunctionMode):
 
 
 def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
-    """Fills an empty model where the file has exactly its tensors.
+    """Fills an empty model if the file has exactly its tensors.
 
     Args:
-        model: Its tensors are replaced. Untouched where the answer is ``False``.
+        model: The model, whose tensors are replaced. It stays unchanged if the result is ``False``.
         weights: The file.
         device: A device, or a mapping from prefixes of names to devices.
 
     Returns:
-        Whether it did: not where names, shapes or kinds differ, modules do more with a state dict than keep it, or the
-        class computes buffers that are left without data.
+        Whether the model was filled. It is not if names, shapes or kinds differ, if modules load their state dict in
+        their own way, or if the class would leave computed buffers without data.
 
     Raises:
-        FormatError, HashMismatchError, CryptographyError, OSError: The file.
+        FormatError, HashMismatchError, CryptographyError, OSError: The file is damaged or cannot be read.
     """
     if weights.pickled:
         return False
@@ -407,20 +407,20 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
 
 
 def _wanted_dtypes(view: ModuleView) -> dict[str, torch.dtype]:
-    """The dtype of each tensor: that of the empty model, or float32 where the class says that halves will not do."""
+    """The dtype of each tensor: the dtype in the empty model, or float32 if the class requires it."""
     plain = set(kept_in_float32(view.module))
     strict = set(getattr(view.module, "_keep_in_fp32_modules_strict", None) or ())
     found = {name: slot.tensor.dtype for name, slot in view.slots.items() if slot.tensor is not None}
     for half, patterns in ((torch.float16, plain | strict), (torch.bfloat16, strict)):
         if patterns and half in found.values():
             keeps = re.compile(rf"(^|\.)({'|'.join(map(re.escape, patterns))})($|\.)").search
-            coarse = [n for n, dtype in found.items() if dtype == half or not dtype.is_floating_point]  # counters, too
+            coarse = [n for n, dtype in found.items() if dtype == half or not dtype.is_floating_point]  # also counters
             found.update({n: torch.float32 for n in coarse if keeps(n)})
     return found
 
 
 def kept_in_float32(model: Any) -> list[str]:
-    """Words in the names of modules that a model, or class of models, wants in float32 whatever its dtype."""
+    """Words in the names of modules that a model or its class keeps in float32, whatever the dtype of the model."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or []
     return [kept] if isinstance(kept, str) else list(kept)
 
@@ -431,15 +431,15 @@ def _most_common(dtypes: Iterable[torch.dtype]) -> Optional[torch.dtype]:
 
 
 def _kinds_fit(file: OpenFile, stored: Mapping[str, int], wanted: Mapping[str, torch.dtype]) -> bool:
-    """Whether what is stored is what the model wants, or can be converted to it by the engine."""
+    """Whether the stored tensors have the dtypes of the model, or the engine can convert them."""
     pairs = {(file.index.dtype(i), wanted[name]) for name, i in stored.items() if name in wanted}
     kinds = [(known_dtype(dtype), target) for dtype, target in pairs]
-    # All of them numbers of one kind, floating point.
+    # The engine converts only between dtypes of floating-point numbers.
     return all(found == target or {found, target} <= CASTABLE for found, target in kinds)
 
 
 def check_device_map(device_map: Any) -> None:
-    """Raises ``RuntimeError`` for one that names CUDA where there is none, before anything is read."""
+    """Raises ``RuntimeError`` for a device map that names CUDA on a machine without it, before anything is read."""
     devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     for device in devices:
         if isinstance(device, (int, torch.device)) or (isinstance(device, str) and device.startswith("cuda")):
@@ -449,16 +449,16 @@ def check_device_map(device_map: Any) -> None:
 def resolve_device_map(
     model: Any, device_map: Any, max_memory: Optional[dict[Any, Any]], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """From names of modules to devices, as the library would choose them for an empty model.
+    """Maps names of modules to devices, as the library would for an empty model.
 
     Args:
-        model: With parameters on the meta device.
+        model: A model with parameters on the meta device.
         device_map: A mapping, a device, or ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
         max_memory: Bytes, or texts like ``"1GB"``, by device.
-        dtype: Of the parameters.
+        dtype: The dtype of the parameters.
 
     Raises:
-        ValueError: Another word.
+        ValueError: `device_map` is another word.
         ImportError: ``accelerate`` is not installed.
     """
     if isinstance(device_map, (torch.device, int)):
@@ -483,10 +483,10 @@ def resolve_device_map(
 
 
 def _dispatch(model: Any, device_map: dict[str, Any]) -> None:
-    """Puts the hooks in folder where there is more than one device, and buffers where their modules are."""
+    """Adds the hooks of accelerate if there are several devices, and moves buffers to the devices of their modules."""
     devices = {torch.device(f"cuda:{folder}" if isinstance(folder, int) else folder) for folder in device_map.values()}
     if len(devices) == 1:
-        model.to(devices.pop())  # buffers: the parameters are there
+        model.to(devices.pop())  # moves the buffers; the parameters are there already
         return
     from accelerate import dispatch_model
 

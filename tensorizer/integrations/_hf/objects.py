@@ -1,4 +1,4 @@
-"""What a folder holds, and who loads it: models, pipelines of ``diffusers``, adapters."""
+"""Loads models, pipelines of ``diffusers`` and adapters. The files in a folder tell which of them it holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIFFUSERS_STEM = "diffusion_pytorch_model"
 _LORA_STEM = "pytorch_lora_weights"
 _WRAPPER = "base_model.model."
 _DENOISERS = ("unet", "transformer")
-# Where a store cannot be listed and says nothing of its files.
+# Added to messages if a store cannot be listed and has no list of files.
 _OF_PROCESSORS = (
     *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt"),
@@ -36,10 +36,10 @@ _OF_PROCESSORS = (
 
 
 def load(source: Any, cls: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
-    """The object of a folder, by the files in it, and the loading information of ``transformers`` models.
+    """Loads the object in a folder, and returns it with the loading information of ``transformers`` models.
 
     Raises:
-        FileNotFoundError: None of the files that say what it is.
+        FileNotFoundError: The folder has none of the files that tell which kind of object it holds.
     """
     with open_folder(source, options) as opened:
         return _load_object(cls, opened.below(options.subfolder), options)
@@ -79,11 +79,11 @@ def _small_files(folder: ModelFolder) -> Path:
     """A local folder with the files that hold no weights.
 
     Raises:
-        FileNotFoundError: There are none.
+        FileNotFoundError: There are no such files.
     """
     try:
         return folder.fetch_all()
-    except FileNotFoundError:  # the files of the store are not listed
+    except FileNotFoundError:  # the store cannot be listed
         names = folder.those_of(_OF_PROCESSORS)
         if not names:
             listed = ", ".join(_OF_PROCESSORS[:2])
@@ -116,7 +116,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
     weights = find_weights(folder, _DIFFUSERS_STEM, options)
     config = cls.load_config(folder.fetch("config.json"))
     dtype: Any = models.dtype_of_file(weights) if options.dtype == "auto" else options.dtype
-    with models.empty_on(torch.device("cpu")), _default_dtype(dtype):  # where the library computes tables
+    with models.empty_on(torch.device("cpu")), _default_dtype(dtype):  # the library computes tables on the CPU
         model = cls.from_config(config)
     _set_dtype(model, dtype)
     if not models.fill_empty(model, weights, options.device):
@@ -132,7 +132,7 @@ def _only_on_one_device(options: LoadOptions) -> None:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: Optional[torch.dtype]) -> Iterator[None]:
-    """The library builds its models under the dtype that was asked for, and so computes their tables."""
+    """A block with this default dtype, in which the library builds models and computes their tables."""
     before = torch.get_default_dtype()
     try:
         if dtype in CASTABLE:
@@ -143,7 +143,7 @@ def _default_dtype(dtype: Optional[torch.dtype]) -> Iterator[None]:
 
 
 def _set_dtype(model: Any, dtype: Optional[torch.dtype]) -> None:
-    """Gives what a file holds the dtype that was asked for, but for the parts that the class keeps in float32."""
+    """Converts the tensors of a file to the requested dtype, except those of parts that the class keeps in float32."""
     if dtype is None:
         return
     kept = set(models.kept_in_float32(model))
@@ -155,13 +155,13 @@ def _set_dtype(model: Any, dtype: Optional[torch.dtype]) -> None:
 def _from_state_dict(
     cls: Any, config: Any, weights: Weights, options: LoadOptions, dtype: Optional[torch.dtype]
 ) -> Any:
-    """A model that the class initialises, with whatever the file has for it."""
+    """A model that its class initialises, filled with the tensors of the file."""
     with _default_dtype(dtype):
         model = cls.from_config(config)
     _set_dtype(model, dtype)
     try:
         result = model.load_state_dict(weights.state_dict(), strict=False)
-    except RuntimeError as error:  # shapes
+    except RuntimeError as error:  # shapes differ
         raise LoadError(f"{weights.label}: {error}") from error
     left = [*result.missing_keys, *result.unexpected_keys]
     if options.strict and left:
@@ -193,7 +193,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
             loaded[name] = component
     keywords = {**options.model_kwargs, **loaded}
     if options.old_name_of_dtype and options.dtype != "auto":
-        keywords["torch_dtype"] = options.dtype  # some releases call that deprecated
+        keywords["torch_dtype"] = options.dtype  # some releases warn that this is deprecated
     pipeline = (cls or diffusers.DiffusionPipeline).from_pretrained(files, **keywords)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
@@ -202,19 +202,20 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
 
 
 def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: Collection[str] = ()) -> None:
-    """Refuses a pipeline with classes that are not of libraries. Some releases of ``diffusers`` run the files in a
-    local folder that have their names, and import what else has.
+    """Refuses a pipeline with classes that are not from libraries. For such a class, some releases of ``diffusers`` run
+    a file of that name in the local folder, or import a module of that name.
 
     Args:
-        label: The folder, for messages.
-        files: Where its small files are.
+        label: Name of the folder, for messages.
+        files: The local folder with its small files.
         components: The content of its index.
         given: Names of components that the caller has passed.
     """
     from diffusers import pipelines
 
     refused, reason = f"{label}: {_PIPELINE}: its class", "is code that is not of the library, which is never run"
-    if isinstance(components.get("_class_name"), list) or (files / "None.py").exists():  # so without custom_pipeline
+    # Some releases run such a file even without custom_pipeline.
+    if isinstance(components.get("_class_name"), list) or (files / "None.py").exists():
         raise ValueError(f"{refused} {reason}")
     for name, entry in components.items():
         if name.startswith("_") or not isinstance(entry, list) or not isinstance(entry[0] if entry else None, str):
@@ -223,20 +224,20 @@ def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: 
         is_known = library in ("diffusers", "transformers", *sys.modules) or hasattr(pipelines, library)
         if not is_known or (name not in given and (files / name / f"{library}.py").exists()):
             raise ValueError(f"{refused} of {name!r:.200} {reason}; import {library!r:.200} and pass {name!r:.200}")
-        if (files / name / _PIPELINE).is_file():  # a pipeline in the pipeline
+        if (files / name / _PIPELINE).is_file():  # a pipeline inside the pipeline
             content = (files / name / _PIPELINE).read_bytes()
             _refuse_code(f"{label}/{name}", files / name, json_content(f"{label}/{name}: {_PIPELINE}", content))
 
 
 def _dtype_of(component: str, options: LoadOptions) -> Any:
-    """What the pipelines of the library take: one dtype, or one for each component and a default."""
+    """The dtype argument for pipelines of the library: one dtype, or one for each component and a default."""
     if not isinstance(options.dtype, dict):
         return options.dtype
     return options.dtype.get(component, options.dtype.get("default", torch.float32))
 
 
 def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
-    """A component that has weights; ``None`` for those that the pipeline reads itself."""
+    """Loads a component that has weights; ``None`` for components that the pipeline reads itself."""
     library, class_name = entry
     plain = dataclasses.replace(options, model_kwargs={}, config=None, old_name_of_dtype=False)
     found = getattr(_module_of(library), class_name, None)
@@ -248,7 +249,7 @@ def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> An
 
 
 def _module_of(library: str) -> Any:
-    """The module that an index of a pipeline means: a library, or the folder of a pipeline in ``diffusers``."""
+    """The module that the index of a pipeline names: a library, or the module of a pipeline in ``diffusers``."""
     with contextlib.suppress(ImportError):
         if library in ("diffusers", "transformers"):
             return __import__(library)
@@ -259,24 +260,24 @@ def _module_of(library: str) -> Any:
 
 
 def stem_of(model: Any) -> str:
-    """The name of the weights of a model: that of its library."""
+    """The file name, without suffix, that the library of a model uses for weights."""
     return _DIFFUSERS_STEM if hasattr(model, "save_config") else "model"
 
 
 def is_of(package: str, obj: Any) -> bool:
-    """Whether an object or class is of a package, or derives from a class of it."""
+    """Whether the class of an object, or one of its bases, comes from a package."""
     kind = obj if isinstance(obj, type) else type(obj)
     return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
 
 
 def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
-    """An adapter on the model that its configuration names.
+    """Loads an adapter together with the base model that its configuration names.
 
-    Without a class, or with one of ``peft``, the result is a ``PeftModel``; with a class of ``transformers`` its model,
-    with the adapter in it.
+    Without a class, or with a class of ``peft``, the result is a ``PeftModel``. With a class of ``transformers``, it is
+    that model with the adapter in it.
 
     Raises:
-        ValueError: None is named.
+        ValueError: The configuration names no base model.
     """
     values = folder.read_json(_ADAPTER)
     named = values.get("base_model_name_or_path")
@@ -292,10 +293,10 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
 
 
 def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, name: str) -> Any:
-    """Puts an adapter into a model or pipeline, and gives that back.
+    """Puts an adapter into a model or pipeline, and returns that.
 
     Raises:
-        LoadError: Tensors of the adapter are missing or have no folder.
+        LoadError: Tensors of the adapter are missing, or the model has no place for them.
     """
     if hasattr(model, "load_lora_weights"):
         model.load_lora_weights(_for_pipeline(model, folder, options), adapter_name=name)
@@ -319,13 +320,13 @@ def _config(folder: ModelFolder) -> Any:
         raise FileNotFoundError(f"{folder.label}: expected {_ADAPTER}, got none")
     config = PeftConfig.from_pretrained(str(folder.fetch(_ADAPTER)))
     config.inference_mode = True
-    # It is shown wherever the model is; the model has been loaded from it already.
+    # The URI is shown with the model, so it must contain no secrets. It is no longer needed for loading.
     config.base_model_name_or_path = shown_location(config.base_model_name_or_path or "") or None
     return config
 
 
 def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) -> Any:
-    """A ``PeftModel`` with the tensors of a folder in one of its adapters."""
+    """Fills one adapter of a ``PeftModel`` with the tensors of a folder."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     weights = find_weights(folder, "adapter_model", options)
@@ -334,7 +335,7 @@ def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) ->
     missing, unexpected = sorted(wanted - set(state)), sorted(set(state) - wanted)
     if not (options.strict and missing):
         result = set_peft_model_state_dict(model, state, adapter_name=name)
-        # Learned prompts go to their encoder, after load_state_dict has called them unexpected.
+        # load_state_dict lists learned prompts as unexpected; peft puts them into their encoder afterwards.
         unexpected = [key for key in getattr(result, "unexpected_keys", ()) if key not in wanted]
     if options.strict and (missing or unexpected):
         raise LoadError(
@@ -345,7 +346,7 @@ def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) ->
 
 
 def _for_pipeline(pipeline: Any, folder: ModelFolder, options: LoadOptions) -> Mapping[str, torch.Tensor]:
-    """The tensors by the names that pipelines know: those of ``save_lora_weights``, or of one PEFT model."""
+    """The tensors under the names that pipelines know: those of ``save_lora_weights``, or of one PEFT model."""
     try:
         return find_weights(folder, _LORA_STEM, options).state_dict()
     except FileNotFoundError:

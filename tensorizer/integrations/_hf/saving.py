@@ -1,4 +1,4 @@
-"""Writing what the libraries' own ``save_pretrained`` writes, with the weights in files of the package's own."""
+"""Writes the same files as the libraries' own ``save_pretrained``, but lets this package write the weights."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ logger = logging.getLogger("tensorizer.integrations.huggingface")
 
 
 class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
-    """The folder or prefix that is written to; small files are written to a temporary folder first and go last.
+    """The target folder or prefix. Small files are written to a temporary folder first and copied last.
 
     Args:
         target: A path or URI.
-        options: How files of weights are written.
-        access: How all files are.
-        metadata: Texts for the files of weights, beside our own.
+        options: Options for writing files of weights.
+        access: Options for opening any file.
+        metadata: Metadata for the files of weights, beside our own.
         variant: A word in their names.
         as_library: Whether models of transformers get the names of the library's own files.
-        is_copy: Whether a library has just written the same weights to the local folder: the files of weights say so.
+        is_copy: Whether a library has just written the same weights to the local folder. The metadata then say so.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         self._write(state_dict_contents(check_state_dict(state), self._texts(more)), subfolder, stem)
 
     def write_model(self, model: Any, subfolder: str, stem: str, more: Mapping[str, str]) -> None:
-        """The state dict of a model; as a module, which ``load_into_module`` takes, where it is no more than that."""
+        """Writes the state dict of a model; as a module, for ``load_into_module``, if it has only module tensors."""
         state = _state_of(model)
         listed = {shown(item.name) for item in walk_module(model, False)}
         if self._options.max_shard_size is not None or listed != set(state):
@@ -99,7 +99,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
             self._write(module_contents(model, self._texts(more), False), subfolder, stem)
 
     def write_file(self, source: Path, subfolder: str, stem: str) -> None:
-        """A file that a library has written, in the format of this one."""
+        """Writes the content of a file that a library has written, in the format of this save."""
         with open_whole(source, CallOptions()) as file:
             self._write(contents_of_file(file, verify=False), subfolder, stem)
 
@@ -128,7 +128,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
                 ", ".join(beside),
             )
         if self._options.max_shard_size is None:
-            # What an earlier save left as shards, now that the model is one file; sharded saves do so themselves.
+            # Removes shards of an earlier save if the model is one file now; a sharded save removes them itself.
             remove_files(other_forms(path, [path], self._access), self._access)
 
     def finish(self) -> None:
@@ -166,9 +166,9 @@ def save_folder(
     is_copy: bool = False,
     is_plain: bool = False,
 ) -> None:
-    """Does what ``save_pretrained`` says; `is_copy` as for :class:`SavedFolder`.
+    """Implements ``save_pretrained``; `is_copy` as for :class:`SavedFolder`.
 
-    With `is_plain`, the object is a module of no library: its weights and the tokenizer are all there is to write.
+    With `is_plain`, the object is a module without a library: only its weights and the tokenizer are written.
     """
     if names not in ("model", "library"):
         raise ValueError(f"names: expected 'model' or 'library', got {names!r}")
@@ -192,8 +192,8 @@ def _save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
     """Writes a model, adapter, pipeline or sentence transformer.
 
     Raises:
-        TypeError: An object of another kind.
-        UnsupportedContentError: Weights whose layout is not in their tensors (torchao).
+        TypeError: The object is of another kind.
+        UnsupportedContentError: The tensors do not contain the layout of the weights (torchao).
     """
     if isinstance(obj, torch.nn.Module):
         obj = unwrapped(obj)
@@ -236,14 +236,14 @@ def _save_model(model: Any, where: SavedFolder, subfolder: str) -> None:
 
 
 def _write_as_the_library(model: Any, where: SavedFolder, subfolder: str) -> None:
-    """The names that releases of the library agree on, which it alone knows: it writes, and its file is converted."""
+    """Lets the library write, and converts its file: only the library knows the names that all its releases accept."""
     with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
         model.save_pretrained(folder, max_shard_size="1000TB")
         where.write_file(Path(folder, "model.safetensors"), subfolder, "model")
 
 
 def _state_of(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict without what its class leaves out and without what is no tensor."""
+    """The state dict without the tensors that its class leaves out and without values that are not tensors."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state = {n: t for n, t in model.state_dict().items() if n not in left_out and isinstance(t, torch.Tensor)}
     without = [name for name, tensor in state.items() if tensor.is_meta]
@@ -255,7 +255,7 @@ def _state_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _config_to_save(model: Any) -> Any:
-    """As the library writes it: with the class and the dtype of the model."""
+    """The configuration as the library writes it, with the class and the dtype of the model."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     dtype = str(model.dtype).replace("torch.", "")

@@ -1,4 +1,4 @@
-"""The weights of one model: which file or index of a folder, and what it gives."""
+"""Finds the weights of one model, a file or an index in a folder, and opens them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Weights(NamedTuple):
     """A file of tensors, or the index of several.
 
     Attributes:
-        source: What the engine opens; for pickled weights the local paths of all files.
+        source: The path or URI for the engine; for pickled weights, the local paths of all files.
         pickled: Whether torch has to read them.
     """
 
@@ -38,12 +38,12 @@ class Weights(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The file, without the secrets of its URI."""
+        """The name of the file, without the secrets of its URI."""
         return shown_location(self.source[0] if self.pickled else self.source)
 
     @property
     def _mmap(self) -> Optional[bool]:
-        """What was asked for. A model whose data are to be checked is read: a mapping may change afterwards."""
+        """The caller's ``mmap``. Files whose data are checked are read, because mapped memory may change afterwards."""
         checked = self.options.verify.reads or bool(self.options.call.trust.public_keys)
         return False if self.options.mmap is None and checked else self.options.mmap
 
@@ -53,13 +53,13 @@ class Weights(NamedTuple):
         dtype: Optional[torch.dtype] = None,
         filter_func: Any = None,
     ) -> OpenFile:
-        """The file, with nothing read but its index."""
+        """Opens the file and reads only its index."""
         verify = self.options.verify.inside(self.folder.inside)
         how = ReadOptions(target_device(device), dtype, self._mmap).verifying(verify)
         return open_file(self.source, self.options.call._replace(stream=self.folder.call.stream), how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All tensors in host memory, with the dtypes that are stored."""
+        """Loads all tensors into host memory, with their stored dtypes."""
         if self.pickled:
             return read_pickled(self.source)[0]
         with self.open() as file:
@@ -72,20 +72,20 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions, any_name:
     Args:
         folder: The folder.
         stem: ``model``, ``diffusion_pytorch_model`` or ``adapter_model``.
-        options: Of the load; ``variant`` and ``allow_pickle`` are used.
-        any_name: Takes the only model of a folder that can be listed under whatever name it has, as ``load_file`` does.
+        options: The options of the load, of which ``variant`` and ``allow_pickle`` are used.
+        any_name: Accepts any file name if the folder can be listed and has only one model, as ``load_file`` does.
 
     Raises:
-        FileNotFoundError: There are none; the message says what was looked for.
-        ValueError: Only pickled ones, and they are not allowed.
-        FormatError: Several sets of weights, which are not known to be one model.
-        AuthenticationError: Only pickled ones, and somebody has to vouch for them.
+        FileNotFoundError: There are no weights; the message lists the names that were tried.
+        ValueError: There are only pickled weights, and they are not allowed.
+        FormatError: There are several files of weights that are not known to be one model.
+        AuthenticationError: There are only pickled weights, which cannot be authenticated as the caller requires.
     """
     if folder.file is not None:
         if not folder.has(folder.file):
             raise FileNotFoundError(f"{folder.label}: expected {folder.file}, got none")
         return Weights(folder.weight(folder.file), False, folder, options)
-    # Of forms of one model, libraries read .safetensors anyway: here .tensors comes first.
+    # If a model has both forms, this package prefers .tensors; the libraries themselves read .safetensors.
     listing = folder.listing() if any_name else None
     found = find_model(folder.those_of, stem, options.variant, listing)[::-1]
     if len({form_stem(name) for name in found}) > 1 and listing is not None:
