@@ -1,7 +1,6 @@
 """tensorizer: PyTorch models, state dicts and checkpoints to one file, and back at the speed of the hardware.
 
-Names and submodules are resolved when they are first asked for, so that ``import tensorizer`` by itself imports neither
-torch nor numpy.
+Names and submodules are imported on first use, so that ``import tensorizer`` by itself imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ if TYPE_CHECKING:
     from tensorizer.torch import save_file as save_file
     from tensorizer.torch import save_model as save_model
 
-# Public names, and the module that each is imported from when somebody first asks for it. Type checkers see the imports
-# above; a test compares the two.
+# Public names, and the module from which each is imported on first use. Type checkers see the imports above; a test
+# compares the two.
 _ORIGINS = {
     "convert": "tensorizer._files.convert",
     "DiffReport": "tensorizer._files.diff",
@@ -129,7 +128,7 @@ __all__ = [
     "utils",
     "protobuf",
     "tensors_pb2",
-    # To here as published, in its order. Submodules of our own are not listed: a star import would put `torch` or
+    # Up to here as in the published package. Our own submodules are not listed: a star import would put `torch` or
     # `cuda` in the place of modules that the program imported.
     "DiffReport",
     "FileInfo",
@@ -171,8 +170,8 @@ def __dir__() -> list[str]:
 
 
 def _require_build() -> None:
-    """Says what to do where only the sources are, or a module for another Python."""
-    # Only beside these files: the finder of an editable install would offer the module of another checkout.
+    """Raises an error with advice if the extension is not compiled, or only for another Python."""
+    # Looks only beside these files: the finder of an editable install would find the module of another checkout.
     if importlib.machinery.PathFinder.find_spec(f"{__name__}._C", __path__) is not None:
         return
     import pathlib

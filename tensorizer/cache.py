@@ -201,7 +201,7 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
     for entry in _entries(folder):
         if folder is None or not fnmatch.fnmatchcase(entry.location, "*" if location is None else location):
             continue
-        if entry._key[1] not in dict(folder.versions(entry._key[0])):  # removed meanwhile
+        if entry._key[1] not in dict(folder.versions(entry._key[0])):  # another process has removed it
             continue
         problem, checked = _problem_of(folder, entry)
         if problem is not None:
@@ -259,7 +259,7 @@ def _chosen(cache: Union[Folder, Cache]) -> Cache:
 
 
 def _open(cache: Union[Folder, Cache]) -> tuple[Optional[_C.CacheFolder], Cache]:
-    """The folder; ``None`` where nothing was ever cached."""
+    """The folder of the cache; ``None`` if nothing was ever cached."""
     chosen = _chosen(cache)
     try:
         return _C.CacheFolder(os.fsencode(chosen.path), False), chosen
@@ -290,7 +290,7 @@ def _entries(folder: Optional[_C.CacheFolder]) -> list[Entry]:
 
 
 def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], int]:
-    """What is wrong with an entry, and how many tensors were checked."""
+    """The problem of an entry, and the number of tensors that were checked."""
     from tensorizer._files.verify import verify as verify_file
     from tensorizer._io.call_options import CallOptions
     from tensorizer._load.open_file import open_whole

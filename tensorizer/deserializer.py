@@ -25,7 +25,7 @@ from tensorizer._signing import PublicKeyArgument
 from tensorizer._system import checks
 from tensorizer._system.sizes import counted, size_text
 
-# Modules for what only some callers do are imported when it is done.
+# Modules that only some calls need are imported in those calls.
 if TYPE_CHECKING:
     from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
     from tensorizer._load.parts import TensorSlice
@@ -101,7 +101,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         torch.Size([2, 4])
     """
 
-    #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
+    #: The result of the last :meth:`load_into_module`: what it filled and what did not fit; ``None`` before.
     report: Optional[LoadReport] = None
 
     @says_dtype
@@ -139,7 +139,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             self._reopen = reopener(file.opened)
             if not lazy_load:
                 file.load(file.selection)
-                if file.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
+                if file.index.metadata_is_sealed:  # the key is still known here
                     file.metadata()
                 self.close()
         except BaseException:
@@ -155,7 +155,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             >>> with TensorDeserializer("model.tensors", device="cpu", lazy_load=True) as tensors:
             ...     tensors.close()
         """
-        file: Optional[OpenFile] = getattr(self, "_open_file", None)  # none where opening it failed
+        file: Optional[OpenFile] = getattr(self, "_open_file", None)  # missing if the file could not be opened
         if file is not None:
             file.close()
 
@@ -169,7 +169,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         )
 
     def __del__(self) -> None:
-        # Names of this module may be gone when the process ends, so none is used here.
+        # At the end of the process, names of this module may be gone, so this uses none.
         file = self.__dict__.get("_open_file")
         if file is None or file.closed:
             return
@@ -189,7 +189,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         )
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: a table of the tensors, from the index only."""
+        """Jupyter shows this table of the tensors, which comes from the index only."""
         from tensorizer._format.dtype_names import dtype_text
         from tensorizer._format.table import Row, tensors_table
 
@@ -251,7 +251,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @property
     def _file_header(self) -> types.SimpleNamespace:
-        """What integrators' tests look at: ``version_number``."""
+        """Tests of integrators read ``version_number`` from it."""
         return types.SimpleNamespace(version_number=self._open_file.index.version)
 
     @property

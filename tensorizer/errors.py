@@ -148,7 +148,7 @@ class UnsupportedContentError(TensorizerError, ValueError):
     """The format of the target cannot hold a tensor or a name; nothing was written."""
 
 
-# --- what the operating system says about files, as errors that are the builtin ones, too ----------------------------
+# --- errors of the operating system about files: our classes, which are also the builtin ones -------------------------
 
 _CLASSES: dict[type[OSError], type[StreamError]] = {
     OSError: StreamError,
@@ -182,10 +182,10 @@ def stream_errors() -> Iterator[None]:
         raise kind(error.errno, error.strerror, error.filename, None, error.filename2) from None
 
 
-# What stores answer with status 403 where it is not the name that is refused, but who asks.
+# Codes of answers with status 403 that refuse the credentials, not the name.
 _WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "InvalidToken", "ExpiredToken")
 
-#: Behind an error that says that nothing was found, where a store refused to say so.
+#: Added to an error about a missing object if the store answered 403.
 MAY_BE_FORBIDDEN = (
     "the store answered 403: the credentials may not read it, or it is not there and they may not list the bucket"
 )
@@ -196,7 +196,7 @@ def is_denied(error: BaseException) -> bool:
     status = getattr(error, "status", None)
     if status == 403:
         return not any(f"[{code}]" in str(error) for code in _WRONG_KEYS)
-    return status is None and isinstance(error, PermissionError)  # of drivers of fsspec
+    return status is None and isinstance(error, PermissionError)  # errors of fsspec drivers
 
 
 def is_absent(error: BaseException) -> bool:

@@ -121,7 +121,7 @@ def load_model(
         model = _build(modelclass, config)
     uri = name_in(path_uri, f"{model_prefix}.tensors")
     with TensorDeserializer(uri, device=device, dtype=dtype, lazy_load=True) as deserializer:
-        # With a filter it does not warn of missing parameters: those that no tie fills are an error below.
+        # The filter avoids a warning about missing parameters: those that no tie fills are an error below.
         deserializer.load_into_module(model, filter_func=lambda name: True)
     if hasattr(model, "tie_weights"):
         model.tie_weights()

@@ -31,7 +31,7 @@ __all__ = [
     "serialize_tensor",
 ]
 
-#: torch dtype to ``tensors.Dtype``.
+#: Maps torch dtypes to ``tensors.Dtype``.
 DtypePbs: dict[torch.dtype, int] = {
     torch.float32: tensors_pb2.DT_FLOAT32,
     torch.float64: tensors_pb2.DT_FLOAT64,
@@ -52,7 +52,7 @@ DtypePbs: dict[torch.dtype, int] = {
     torch.quint4x2: tensors_pb2.DT_QUINT4_2,
 }
 
-#: ``tensors.Dtype`` to torch dtype.
+#: Maps ``tensors.Dtype`` to torch dtypes.
 PbDtypes: dict[int, torch.dtype] = {number: dtype for dtype, number in DtypePbs.items()}
 
 _NEAREST: dict[torch.dtype, Any] = {
@@ -64,7 +64,7 @@ _NEAREST: dict[torch.dtype, Any] = {
     torch.quint4x2: np.uint8,
 }
 
-#: ``tensors.Dtype`` to the numpy dtype its bytes are decoded as; types that numpy lacks get the nearest one.
+#: Maps ``tensors.Dtype`` to the numpy dtype for its bytes. Types that numpy lacks get the nearest one.
 PbNpyDtypes: dict[int, Any] = {
     number: _NEAREST.get(dtype) or np.dtype(str(dtype).removeprefix("torch.")).type
     for dtype, number in DtypePbs.items()

@@ -36,7 +36,8 @@ __all__ = [
 
 logger = logging.getLogger("tensorizer.serialization")
 
-#: The newest data version that can be read, and what first needed each version (docs/format.md, "Data versions").
+#: The newest data version that can be read, and the features that first needed each version (docs/format.md, "Data
+#: versions").
 TENSORIZER_VERSION = 5
 LONG_TENSOR_TENSORIZER_VERSION = 5
 META_TENSOR_TENSORIZER_VERSION = 4
@@ -47,7 +48,7 @@ NON_OPAQUE_TENSORIZER_VERSION = 1
 TENSORIZER_MAGIC = b"|TZR|"
 OPAQUE_DTYPE_SEP = "\0"
 
-#: Processors that this process may use: the scheduling mask, cut by a cgroup quota.
+#: Number of processors that this process may use: its scheduling mask, limited by the quota of its control group.
 cpu_count: int = _C.cpu_quota()
 lz4 = None
 
@@ -59,13 +60,13 @@ _FileFeatureFlags = FileFeatureFlags
 
 
 class _FileHeader:
-    """Where callers look for the version error."""
+    """Callers find the class of the version error here."""
 
     InvalidVersionError = InvalidVersionError
 
 
 def _resolve_cuda_device(device: Any = "cuda") -> torch.device:
-    """The CUDA device that one without an index means here and now."""
+    """Adds the index of the current CUDA device to a device without one."""
     return resolve_cuda_device(torch.device(device))
 
 

@@ -120,7 +120,7 @@ class TensorSerializer:
         ...     serializer.write_module(torch.nn.Linear(4, 2))
     """
 
-    _closed = True  # until there is something to close
+    _closed = True  # until there is a file to close
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class TensorSerializer:
         self.lz4_frame = None
         self.total_compressed_tensor_bytes = 0
         self._progress = progress
-        self._extra_state: extra_state.Nodes = {}  # in the file so far
+        self._extra_state: extra_state.Nodes = {}  # records in the file so far
 
         opened = open_sink(file_obj, fsync, CallOptions.to_write(stream_options=stream_options))
         self._opened = opened
@@ -206,7 +206,7 @@ class TensorSerializer:
         try:
             self._session.finish()
         except BaseException:
-            with contextlib.suppress(Exception):  # the first failure tells more
+            with contextlib.suppress(Exception):  # the first failure says more
                 self._opened.discard()
             raise
         self._opened.close()
@@ -219,7 +219,7 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
-        with contextlib.suppress(Exception):  # the exception that is on its way tells more
+        with contextlib.suppress(Exception):  # the exception that is being raised says more
             self._abandon()
 
     def _abandon(self) -> None:
@@ -233,7 +233,7 @@ class TensorSerializer:
                 self._opened.discard()
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """The lock of who changes the file. In a forked child nobody would ever release that of the parent."""
+        """The lock of calls that change the file. A forked child gets its own: nothing would release the parent's."""
         if self._lock_owner != os.getpid():
             self._lock, self._lock_owner, self._writing = threading.RLock(), os.getpid(), False
         return self._lock
@@ -247,8 +247,8 @@ class TensorSerializer:
         raise TypeError(f"{type(self).__name__} has an open file and can be neither copied nor pickled")
 
     def __del__(self) -> None:
-        # Completed calls left complete content; an upload that nobody closed is not completed by chance.
-        # Names of this module may be gone when the process ends, so none is used here.
+        # A local file has the content of all completed calls. An upload that was not closed is not completed.
+        # At the end of the process, names of this module may be gone, so this uses none.
         if not self._closed and not self._opened.is_lent:
             self._closed = True
             try:  # noqa: SIM105
@@ -304,7 +304,7 @@ class TensorSerializer:
         records = [record_of(one) for one in held]
         beside = extra_state.saved_beside(m)
         homes = [(one.module, one.attribute) for one in held] if remove_tensors else []
-        held.clear()  # from here on only the records keep tensors alive that are taken out of the module
+        held.clear()  # from here on, only the records keep alive the tensors that leave the module
         self._write(records, extra=extra, homes=homes)
         left_out = [] if include_extra_state else [extra_state.state_name(path) for path in modules_with_extra_state(m)]
         if left_out:
@@ -379,10 +379,10 @@ class TensorSerializer:
         extra: Optional[extra_state.Nodes] = None,
         homes: Sequence[tuple[torch.nn.Module, str]] = (),
     ) -> None:
-        """One call: its records become visible together. Calls of other threads wait for each other.
+        """Writes the records of one call, which become visible together. Calls of several threads wait for each other.
 
-        `homes` are the module and the attribute of each record, where tensors are taken out of their modules, and let
-        go of, once they are written.
+        If tensors are to be taken out of their modules and freed once they are written, `homes` has the module and the
+        attribute of each record.
         """
         with self._turn():
             if self._closed:
@@ -448,18 +448,18 @@ class TensorSerializer:
             self._note_whole(True)
         except BaseException:
             if begun and self._unclosed is not None:
-                self._unclosed.detach()  # the failure says that nothing will be stored
-            if extra is not None:  # as before the call
+                self._unclosed.detach()  # the error says that nothing was stored
+            if extra is not None:  # restores the state before the call
                 self._session.set_metadata(extra_state.KEY, extra_state.to_text(self._extra_state))
             self._session.abort_call()
             raise
         self._extra_state = self._extra_state if extra is None else extra
         if logger.isEnabledFor(logging.DEBUG):
             for record in written:
-                logger.debug("wrote %s", str(record))  # text: a kept record must not keep the tensor
+                logger.debug("wrote %s", str(record))  # as text, because a record that is kept must not keep the tensor
 
 
 def _warn_of(what: str, names: list[str]) -> None:
-    """One warning, on behalf of the caller's caller, about what a write call leaves out."""
+    """Warns once, at the line of the caller's caller, about content that a write call leaves out."""
     shown = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
     warnings.warn(f"not stored: {what}: {shown}", stacklevel=3)

@@ -35,9 +35,9 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-# -- names that callers of the published package know ------------------------------------------------------------------
+# -- names that callers of the published package use -------------------------------------------------------------------
 
-# Programs may assign these three: every call looks them up. The endpoints are used where nothing else names one.
+# Programs may assign these three: every call looks them up. The endpoints apply if nothing else names an endpoint.
 default_s3_read_endpoint = DEFAULTS.read_endpoint
 default_s3_write_endpoint = DEFAULTS.write_endpoint
 _s3_default_config_paths = DEFAULTS.config_paths
@@ -57,12 +57,12 @@ _enforce_scheme = enforce_scheme
 def _infer_credentials(
     s3_access_key_id: Optional[str], s3_secret_access_key: Optional[str], s3_config_path: Optional[ConfigPath] = None
 ) -> ParsedCredentials:
-    """Keys from the arguments, and where one is missing from a configuration file of s3cmd."""
+    """Keys from the arguments; if one is missing, from a configuration file of s3cmd."""
     return infer_credentials(s3_access_key_id, s3_secret_access_key, s3_config_path, _s3_default_config_paths)
 
 
 class _Module(types.ModuleType):
-    """Tells the code below what programs assign here."""
+    """Passes values that programs assign to this module on to the code below."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ASSIGNABLE:
@@ -73,7 +73,7 @@ class _Module(types.ModuleType):
 sys.modules[__name__].__class__ = _Module
 
 
-# The module that each of these names is imported from when somebody first asks for it.
+# The module from which each of these names is imported on first use.
 _ORIGINS = {
     "CacheOptions": "tensorizer._io.node_cache",
     "RedisStreamFile": "tensorizer._io.redis",
@@ -82,7 +82,7 @@ _ORIGINS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "curl_path":  # the curl program, which nothing here needs any more
+    if name == "curl_path":  # path of the curl program, which is no longer used
         return shutil.which("curl")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,8 +18,8 @@ _ENUMS = {
     "Dtype": [f"DT_{name}" for name in _DTYPES.split()],
     "AttributeType": ["AT_PARAMETER", "AT_BUFFER"],
 }
-# Names of fields to number, label and type. Of the fields labelled "oneof", which together are called "value", a
-# message has one.
+# Maps names of fields to number, label and type. The fields labelled "oneof" form one group, "value": a message has one
+# of them.
 _MESSAGES = {
     "Tensor": {
         "dtype": (1, "", "Dtype"),
@@ -53,7 +53,7 @@ def _add_field(described: descriptor_pb2.DescriptorProto, name: str, number: int
         field.type_name = f".tensors.{kind}"
     else:
         field.type = Field.Type.Value(f"TYPE_{kind.upper()}")
-    if label == "optional":  # to protobuf the only member of a oneof that has no name of its own
+    if label == "optional":  # in protobuf, an optional field is the only member of an unnamed oneof
         field.proto3_optional = True
         field.oneof_index = len(described.oneof_decl)
         described.oneof_decl.add(name=f"_{name}")

@@ -353,7 +353,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         try:
             self._metadata = self._file.metadata()
             self._entries = self._file.flat_names()
-            # Of tensors with several names: the name that one was given out under last, and that tensor while it lives.
+            # For tensors with several names: the name under which each was returned last, and the tensor while alive.
             self._tied: dict[int, Optional[tuple[str, Callable[[], Optional[torch.Tensor]]]]]
             self._tied = dict.fromkeys(self._file.aliases.values())
         except BaseException:
@@ -453,5 +453,5 @@ class safe_open(AbstractContextManager["safe_open"]):
 
 
 def _format_of(filename: Any, format: Optional[str]) -> str:
-    """``.safetensors`` but for names that end in ``.tensors``: programs write ``model.safetensors.tmp`` first."""
+    """``.tensors`` if the name ends so, else ``.safetensors``: programs write ``model.safetensors.tmp`` first."""
     return format_of(filename, format, default="safetensors")

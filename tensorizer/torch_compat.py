@@ -51,7 +51,7 @@ SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
 LoadFunc = Callable[[Any, dict[str, Any]], Iterable[torch.Tensor]]
 LocationSpec = Union[_Location, _Locator, "Sequence[Union[_Location, _Locator, None]]", None]
 
-# What the wrappers call, whatever other code puts in their place later.
+# The original functions, which the wrappers call even if other code replaces them later.
 _torch_save = torch.save
 _torch_load = torch.load
 _LOAD_WRAPPER_DEFAULT_MODULE: Any = inspect.signature(_torch_load).parameters["pickle_module"].default
@@ -67,12 +67,12 @@ class _Context(NamedTuple):
 
     @property
     def protection(self) -> Optional[str]:
-        """What the user asked for that plain torch cannot do; ``None`` where plain torch is as good."""
+        """The option that plain torch cannot satisfy; ``None`` if plain torch may save."""
         wanted = [name for name in ("encryption", "signing_key") if self.kwargs.get(name) is not None]
         return f"{wanted[0]}=" if wanted else None
 
     def __repr__(self) -> str:
-        """Without the keywords, which may hold keys."""
+        """Leaves out the keywords, which may hold keys."""
         return f"_Context(function={self.function!r}, kwargs of {sorted(self.kwargs)})"
 
 
@@ -80,7 +80,7 @@ _saving: ContextVar[Optional[_Context]] = ContextVar("tensorizer_saving", defaul
 _loading: ContextVar[Optional[_Context]] = ContextVar("tensorizer_loading", default=None)
 
 
-# --- where the sidecar is ------------------------------------------------------------------------------------------
+# --- the location of the sidecar -----------------------------------------------------------------------------------
 
 
 def _is_stream(value: object) -> bool:
@@ -91,7 +91,7 @@ _NO_NAME = "io.BytesIO has no name to derive the place of a .tensors file from"
 
 
 def _default_location(f: Any) -> Optional[_Location]:
-    """The name of ``f`` with ``.tensors`` behind it; ``None`` (plain torch) for memory."""
+    """The name of ``f`` and ``.tensors``; ``None`` (plain torch) for a buffer in memory."""
     if isinstance(f, io.BytesIO):
         return None
     name = f if isinstance(f, (str, bytes, os.PathLike)) else getattr(f, "name", None)
@@ -102,12 +102,12 @@ def _default_location(f: Any) -> Optional[_Location]:
         )
     check_is_path(name)
     location = os.fsdecode(name) + ".tensors"
-    # torch takes a name that begins with ~ as it stands: the sidecar goes to the same folder.
+    # torch does not expand a ~ at the start of a name, so the sidecar goes to the same folder.
     return os.path.join(os.curdir, location) if location.startswith("~") else location
 
 
 class _Locations:
-    """Answers, once per call of torch.save or torch.load, where the sidecar is."""
+    """Finds the location of the sidecar, once for each call of torch.save or torch.load."""
 
     def __init__(self, spec: LocationSpec) -> None:
         self._many: Optional[Iterator[Any]] = None
@@ -119,7 +119,7 @@ class _Locations:
         self.is_used = False
 
     def next_location(self, f: Any, check_plain: Callable[[str], None] = lambda why: None) -> Optional[_Location]:
-        """The sidecar of the file ``f``; ``None`` asks for plain torch, which `check_plain` may refuse."""
+        """The sidecar of the file ``f``; ``None`` means plain torch, which `check_plain` may refuse."""
         location = self._location(f)
         if location is None and isinstance(f, io.BytesIO) and not callable(self._one):
             check_plain(_NO_NAME)
@@ -148,12 +148,12 @@ class _Locations:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """Whether locations derive from names of files, and whether one location is given for all."""
+        """Whether the location is derived from the name of the file, and whether all files share one location."""
         is_fixed = self._many is None and self._one is not None and (not callable(self._one) or _is_stream(self._one))
         return {"is_default": self._one is None, "is_fixed": is_fixed}
 
     def refuse_second_object(self, target: Target, location: _Location) -> None:
-        """One place holds the tensors of one object of a file, where no pair numbers tell the objects apart."""
+        """Refuses a second object in one file if no pair number can tell the sidecars of the objects apart."""
         if _is_stream(location) or not target.is_open:
             return
         place = (target.path or id(target.f), identity_of(location))
@@ -165,7 +165,7 @@ class _Locations:
         self._places.add(place)
 
     def refuse_second_use(self) -> None:
-        """One fixed place holds the tensors of one torch.save."""
+        """Refuses a second torch.save to a fixed location, which holds the tensors of one save."""
         if self.kind["is_fixed"] and self.is_used:
             raise ValueError(
                 "the fixed location given to tensorizer_saving already holds the tensors of an earlier torch.save in "
@@ -173,7 +173,7 @@ class _Locations:
             )
 
 
-# --- the functions that stand in for torch's -----------------------------------------------------------------------
+# --- the functions that replace torch's ----------------------------------------------------------------------------
 
 
 def _require_standard_pickle(pickle_module: Any) -> None:
@@ -182,17 +182,17 @@ def _require_standard_pickle(pickle_module: Any) -> None:
         raise ValueError(f"pickle_module: expected the standard pickle module within torch_compat, got {name}")
 
 
-# The blocks with encryption= or signing_key= that are active anywhere in the process.
+# Active blocks with encryption= or signing_key=, of the whole process.
 _protected_blocks: set[object] = set()
 
 
 def _check_plain(obj: Any, f: Any, why: Optional[str] = None) -> None:
-    """Refuses plain ``torch.save`` for tensors that the user wants to be encrypted or signed."""
+    """Refuses plain ``torch.save`` for tensors that the block is to encrypt or sign."""
     context = _saving.get()
     if not (_protected_blocks if context is None else context.protection):
         return
     if isinstance(f, io.BytesIO) and isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
-        return  # how the pickle module stores a tensor: whoever calls that did not call torch.save
+        return  # the pickle module stores a tensor in this way, without torch.save
     if not has_tensor_data(obj):
         return
     if context is None:
@@ -210,7 +210,7 @@ def _check_plain(obj: Any, f: Any, why: Optional[str] = None) -> None:
 
 
 def _refusing(save: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the two functions that write a file of ``torch.save``, whichever reference to it the caller has."""
+    """Wraps one of the two functions that write files of ``torch.save``, so that it checks older references, too."""
 
     @wraps(save)
     def checked(obj: Any, f: Any, pickle_module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ def _refusing(save: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _refuse_plain_saves() -> None:
-    """Stays for good: tasks that outlive the block, in which they were made, count as inside."""
+    """Installs the wrappers for good: tasks that were made in a block may outlive it and still count as inside."""
     for name in ("_save", "_legacy_save"):
         setattr(torch.serialization, name, _refusing(getattr(torch.serialization, name)))
 
@@ -232,7 +232,7 @@ def _refuse_plain_saves() -> None:
 def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> None:
     context = _saving.get()
     if context is None:
-        _check_plain(obj, f)  # before a file is replaced
+        _check_plain(obj, f)  # raises before a file is replaced
         return _torch_save(obj, f, pickle_module, *args, **kwargs)
     _require_standard_pickle(pickle_module)
     save = default_save
@@ -256,7 +256,7 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
 
 
 def _is_restricted(weights_only: Optional[bool], pickle_module: Any) -> bool:
-    """Whether torch.load will take its own unpickler, which runs no code of the file, rather than `pickle_module`."""
+    """Whether torch.load will use its own unpickler, which runs no code of the file, instead of `pickle_module`."""
     if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
         return True
     default = getattr(torch.serialization, "_default_to_weights_only", None)  # torch 2.6 and later
@@ -281,7 +281,7 @@ def _load_wrapper(
     context = _loading.get()
     if context is not None and context.suppress_weights_only:
         weights_only = False
-    if weights_only is not None:  # torch up to 2.3 does not take None
+    if weights_only is not None:  # torch up to 2.3 does not accept None
         kwargs["weights_only"] = weights_only
     if context is None:
         return _torch_load(f, map_location, pickle_module, *args, **kwargs)
@@ -292,14 +292,14 @@ def _load_wrapper(
     if location is not None:
         kind = context.locations.kind
         session = LoadSession(location, load, context.kwargs, map_location, Target.of(f), **kind)
-    token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
+    token = current_load.set(session)  # also if it is None, because this call may be nested in another load
     try:
         if session is None:
             return _torch_load(f, map_location, pickle_module, *args, **kwargs)
         module = pickle_module if _is_restricted(weights_only, pickle_module) else PICKLE_FOR_LOADING
         try:
             loaded = _torch_load(f, map_location, module, *args, **kwargs)
-        except (RuntimeError, pickle.UnpicklingError) as error:  # torch 2.1 makes one of the other for weights_only
+        except (RuntimeError, pickle.UnpicklingError) as error:  # torch 2.1 derives one from the other for weights_only
             found = session.explained(error)
             if found is error:
                 raise
@@ -335,7 +335,7 @@ _patched_load = CountedPatch(
 
 @contextmanager
 def _saving_anywhere(context: _Context) -> Iterator[None]:
-    """What the whole process has to know of a block."""
+    """Registers a block for the whole process."""
     with _patched_save:
         if not context.protection:
             yield

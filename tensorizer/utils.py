@@ -173,7 +173,7 @@ class CPUMemoryUsage(NamedTuple):
 
 
 def _peak_rss() -> int:
-    """Peak resident bytes of this process and its largest ended child."""
+    """Peak resident bytes of this process, and of its largest child that has ended."""
     import resource
 
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -204,7 +204,7 @@ class MemoryUsage(NamedTuple):
         try:
             gpu = GlobalGPUMemoryUsage.now(device)
             torch_usage = TorchGPUMemoryUsage.now(device)
-        except AssertionError:  # torch's answer to a build without CUDA
+        except AssertionError:  # torch raises this in a build without CUDA
             pass
         return cls(CPUMemoryUsage.now(), gpu, torch_usage)
 
@@ -249,7 +249,10 @@ def _quiet(reset_parameters: Callable[..., None]) -> Callable[..., None]:
 
 @cache
 def _let_torch_note_its_functions() -> None:
-    """``torch.device(...)`` contexts keep from their first use on which functions make tensors: torch's own ones."""
+    """Uses a ``torch.device(...)`` context once, since its first use records which functions make tensors.
+
+    These should be torch's own functions, not replacements.
+    """
     with torch.device("cpu"):
         _torch_empty(0)
 

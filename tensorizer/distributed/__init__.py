@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.to_files import dcp_to_files as dcp_to_files
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
 
-# The module that each name is imported from when somebody first asks for it.
+# The module from which each name is imported on first use.
 _ORIGINS = {
     "dcp_default": "tensorizer.distributed._checkpoint.defaults",
     "dcp_to_files": "tensorizer.distributed._checkpoint.to_files",
