@@ -1,4 +1,4 @@
-"""What the tests of the cache of the node share: models, a server with a log, and what lies in a folder."""
+"""Tools for tests of the node's cache: models, a server with a log, and the content of a cache folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import contextlib
 import glob
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -39,7 +36,7 @@ def folder(tmp_path):
 
 
 def tensors(nbytes=12 * MIB, seed=0):
-    """Six equal ones."""
+    """Six tensors of the same size."""
     generator = torch.Generator().manual_seed(seed)
     return {f"t{i}": torch.randn(nbytes // 24, generator=generator) for i in range(6)}
 
@@ -54,7 +51,7 @@ def write(path, content, **arguments):
 
 
 def load(uri, cache=None, **arguments):
-    """All tensors, and the closed file; what is kept of it is written by then."""
+    """Loads all tensors; returns them and the closed file, after the cache has written its copy."""
     options = {} if cache is None else {"cache": cache}
     with TensorDeserializer(uri, device="cpu", stream_options=options, **arguments) as file:
         found = {name: tensor.detach().clone() for name, tensor in file.items()}
@@ -63,7 +60,7 @@ def load(uri, cache=None, **arguments):
 
 
 def load_one(uri, name, folder, **arguments):
-    """One tensor of a file, the same way."""
+    """Loads one tensor of a file in the same way."""
     options = {"cache": folder}
     with TensorDeserializer(uri, device="cpu", lazy_load=True, stream_options=options, **arguments) as file:
         found = file[name].detach().clone()
@@ -80,13 +77,13 @@ def files_below(folder):
 
 
 def entries(folder, file="data"):
-    """The folders of entries that have a copy; with another `file`, those that have that one."""
-    # Unlike that of pathlib, this passes over folders that somebody renames or removes meanwhile.
+    """The folders of cache entries that have a copy, or another `file`."""
+    # Unlike pathlib's glob, this one skips folders that another process renames or removes meanwhile.
     return sorted(Path(found).parent for found in glob.glob(f"{glob.escape(str(folder))}/tensorizer-1/*/*/*/{file}"))
 
 
 class Site:
-    """A folder that nginx serves, and what was asked of it."""
+    """A folder that nginx serves, and the requests to it."""
 
     def __init__(self, url, root, log):
         self.url, self.root, self._log, self._seen = url, root, log, 0
@@ -135,9 +132,14 @@ with TensorDeserializer(sys.argv[1], device="cpu", stream_options={"cache": sys.
 """
 
 
-def start(uri, folder, program=LOADER):
-    command = [sys.executable, "-c", textwrap.dedent(program), uri, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(fork_server, environment):
+    """Starts a program, by default one that loads a file, with the URI and the folder of the cache as arguments."""
+
+    def begin(uri, folder, program=LOADER):
+        return fork_server.start(program, uri, folder)
+
+    return begin
 
 
 def result(process):

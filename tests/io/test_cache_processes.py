@@ -8,17 +8,17 @@ import time
 import cache_tools
 import pytest
 import torch
-from cache_tools import MIB, digest_of, entries, load, needs_nginx, result, same, sent, serving, start, tensors, write
+from cache_tools import MIB, digest_of, entries, load, needs_nginx, result, same, sent, serving, tensors, write
 
 from tensorizer import TensorDeserializer
 
-environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
+environment, folder, start = cache_tools.environment, cache_tools.folder, cache_tools.start
 
 
 # A unit of 8 MiB takes four seconds at the lower rate, longer than anybody waits for somebody who makes no progress.
 @needs_nginx
 @pytest.mark.parametrize(("rate", "processes", "nbytes"), [("8m", 4, 36 * MIB), ("2m", 3, 24 * MIB)], ids=["8m", "2m"])
-def test_processes_that_start_together_share_what_they_read(tmp_path, folder, rate, processes, nbytes):
+def test_processes_that_start_together_share_what_they_read(tmp_path, folder, start, rate, processes, nbytes):
     with serving(tmp_path, f"limit_rate {rate};") as site:
         wanted = write(site.root / "m.tensors", tensors(nbytes))
         size = (site.root / "m.tensors").stat().st_size
@@ -35,7 +35,7 @@ def begun(folder, process):
 
 
 @needs_nginx
-def test_a_load_that_is_interrupted_or_killed_leaves_no_copy_and_no_room_taken(tmp_path, folder):
+def test_a_load_that_is_interrupted_or_killed_leaves_no_copy_and_no_room_taken(tmp_path, folder, start):
     with serving(tmp_path, "limit_rate 1m;") as site:
         wanted = write(site.root / "m.tensors", tensors(24 * MIB))
         for how in (signal.SIGINT, signal.SIGKILL):
@@ -51,13 +51,12 @@ def test_a_load_that_is_interrupted_or_killed_leaves_no_copy_and_no_room_taken(t
 
 
 @needs_nginx
-def test_a_process_that_waits_for_one_that_is_killed_goes_on_itself(tmp_path, folder):
+def test_a_process_that_waits_for_one_that_is_killed_goes_on_itself(tmp_path, folder, start):
     with serving(tmp_path, "limit_rate 1m;") as site:
-        wanted = write(site.root / "m.tensors", tensors(48 * MIB))
+        wanted = write(site.root / "m.tensors", tensors(24 * MIB))
         first = start(f"{site.url}/m.tensors", folder)
         begun(folder, first)
         second = start(f"{site.url}/m.tensors", folder)
-        assert second.stdout is not None
         second.stdout.readline()
         time.sleep(0.5)
         first.send_signal(signal.SIGKILL)
@@ -66,11 +65,11 @@ def test_a_process_that_waits_for_one_that_is_killed_goes_on_itself(tmp_path, fo
         assert digest == digest_of(wanted)
         found, file = load(f"{site.url}/m.tensors", folder)
         assert same(found, wanted)
-        assert file.cached_bytes_read >= 48 * MIB
+        assert file.cached_bytes_read >= 24 * MIB
 
 
 @needs_nginx
-def test_a_process_that_is_stopped_is_not_waited_for_without_end(tmp_path, folder):
+def test_a_process_that_is_stopped_is_not_waited_for_without_end(tmp_path, folder, start):
     with serving(tmp_path, "limit_rate 2m;") as site:
         wanted = write(site.root / "m.tensors", tensors(24 * MIB))
         first = start(f"{site.url}/m.tensors", folder)
@@ -86,8 +85,8 @@ def test_a_process_that_is_stopped_is_not_waited_for_without_end(tmp_path, folde
 
 
 @needs_nginx
-def test_a_load_of_parts_does_not_wait_for_another_process(tmp_path, folder):
-    with serving(tmp_path, "limit_rate 100k;") as site:  # minutes for the whole
+def test_a_load_of_parts_does_not_wait_for_another_process(tmp_path, folder, start):
+    with serving(tmp_path, "limit_rate 500k;") as site:  # most of a minute for the whole
         wanted = write(site.root / "m.tensors", tensors(24 * MIB))
         first = start(f"{site.url}/m.tensors", folder)
         begun(folder, first)
@@ -103,7 +102,7 @@ def test_a_load_of_parts_does_not_wait_for_another_process(tmp_path, folder):
 
 
 @needs_nginx
-def test_a_process_that_is_killed_at_any_moment_leaves_nothing_wrong(tmp_path, folder):
+def test_a_process_that_is_killed_at_any_moment_leaves_nothing_wrong(tmp_path, folder, start):
     with serving(tmp_path, "limit_rate 20m;") as site:
         wanted = write(site.root / "m.tensors", tensors(24 * MIB))
         for round_number in range(6):
@@ -119,8 +118,8 @@ def test_a_process_that_is_killed_at_any_moment_leaves_nothing_wrong(tmp_path, f
 
 
 @needs_nginx
-def test_control_c_ends_the_wait_for_another_process(tmp_path, folder):
-    with serving(tmp_path, "limit_rate 100k;") as site:  # a quarter of a minute, or more
+def test_control_c_ends_the_wait_for_another_process(tmp_path, folder, start):
+    with serving(tmp_path, "limit_rate 500k;") as site:  # many seconds for the whole, whoever reads it
         write(site.root / "m.tensors", tensors(24 * MIB))
         first = start(f"{site.url}/m.tensors", folder)
         begun(folder, first)
@@ -134,7 +133,6 @@ def test_control_c_ends_the_wait_for_another_process(tmp_path, folder):
                 print(time.monotonic(), flush=True)
         """
         second = start(f"{site.url}/m.tensors", folder, program)
-        assert second.stdout is not None
         second.stdout.readline()
         time.sleep(1.0)
         second.send_signal(signal.SIGINT)
