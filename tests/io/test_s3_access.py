@@ -432,6 +432,7 @@ class TestSecrets:
 
     def test_no_object_of_ours_in_a_traceback_shows_the_password_of_a_url_or_server(self, monkeypatch):
         monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
+        monkeypatch.setitem(stream_io.RedisStreamFile.__init__.__kwdefaults__, "retries", 0)
         for uri in (f"http://u:{WORD}@127.0.0.1:1/m?sig={WORD}", f"redis://:{WORD}@127.0.0.1:1/p"):
             for door in (stream_io.open_stream, tensorizer.TensorDeserializer, tensorizer.load_file, tensorizer.verify):
                 self.assert_ours_show_no_secret(lambda door=door, uri=uri: door(uri))
