@@ -227,8 +227,8 @@ def test_the_cases_of_a_gpu_run_from_end_to_end_over_the_fake_driver(
 
 @pytest.mark.slow
 def test_distributed_checkpoints_are_measured_with_ranks_of_their_own(tmp_path: Path) -> None:
-    run_cases(tmp_path, ["dcp-load-2", "dcp-reshard-1"], ["ours", "torch-dcp"])
-    run_cases(tmp_path, ["dcp-model-2"], ["ours", "hf-dcp"])
+    run_cases(tmp_path / "checkpoint", ["dcp-load-2", "dcp-reshard-1"], ["ours", "torch-dcp"])
+    run_cases(tmp_path / "model", ["dcp-model-2"], ["ours", "hf-dcp"])
 
 
 @pytest.mark.slow
