@@ -77,6 +77,20 @@ def test_the_filter_that_contributing_shows_matches_a_test():
     assert re.search(rf"^TEST(_F|_P)?\({suite}, ", sources, re.MULTILINE), suite
 
 
+def test_the_table_of_contributing_names_files_and_words_that_find_tests():
+    tests = ROOT / "tests"
+    sources = {path.relative_to(tests).as_posix(): path.read_text() for path in tests.glob("*/test_*.py")}
+    table = (ROOT / ".github" / "CONTRIBUTING.md").read_text().split("## Which tests belong to what")[1].split("##")[0]
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.*) ?\|$", table, re.MULTILINE)[2:]
+    assert len(rows) > 10
+    for feature, places, words in rows:
+        for place in re.findall(r"`([\w/*.]+)`", places):
+            assert any(ROOT.glob(place)) or any(tests.glob(f"*/{place}")), (feature, place)
+        for word in re.findall(r"`(\w+)`", words):
+            named = (rf"def test_\w*{word}", f"class Test\\w*{word}")
+            assert any(word in path or re.search("|".join(named), text, re.I) for path, text in sources.items()), word
+
+
 def test_a_commit_needs_a_subject_of_area_and_deed_and_a_reason(tmp_path):
     pygrep, yaml = pytest.importorskip("pre_commit.languages.pygrep"), pytest.importorskip("yaml")
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
