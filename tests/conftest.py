@@ -1,4 +1,4 @@
-"""What all tests share: devices, reference releases, and the promise that nothing is left behind."""
+"""Fixtures for all tests: devices, reference releases, fresh processes, and checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def _gpu_is_there_when_promised(request):
 
 
 def open_descriptors() -> set:
-    """Descriptors of this process with what they point at; empty where /proc is missing."""
+    """Descriptors of this process with their targets; empty if /proc is missing."""
     folder = Path("/proc/self/fd")
     names = os.listdir(folder) if folder.is_dir() else []  # the listing's own descriptor is among them
     return {(name, os.readlink(folder / name)) for name in names if os.path.lexists(folder / name)}
 
 
 def tcp_sockets() -> set[str]:
-    """The sockets of TCP, as descriptors point at them; a thread of the extension has others, by which it is woken."""
+    """The targets of descriptors of TCP sockets. Threads of the extension have other sockets, which wake them."""
     tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
     lines = [line for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     return {f"socket:[{line.split()[9]}]" for line in lines}
 
 
 def thread_count() -> int:
-    """Threads of this process, native ones included."""
+    """The number of threads of this process, including native ones."""
     folder = Path("/proc/self/task")
     return len(list(folder.iterdir())) if folder.is_dir() else threading.active_count()
 
 
 def threads_end(most: int) -> bool:
-    """Whether at most so many threads are left, now or soon: idle ones of the extension end soon."""
+    """Waits until at most so many threads are left, because idle threads of the extension end soon."""
     deadline = time.monotonic() + 30
     while thread_count() > most and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -76,7 +76,7 @@ def leaves_no_descriptors():
     yield
     deadline = time.monotonic() + 5  # idle connections end a fraction of a second after their source
     while left() and time.monotonic() < deadline:
-        gc.collect()  # what a test caught holds frames, and frames hold sources
+        gc.collect()  # exceptions hold frames, and frames hold sources
         time.sleep(0.01)
     assert not left(), "descriptors left open"
 
@@ -102,7 +102,7 @@ def _release_of(python: Path) -> str:
     return result.stdout.strip()
 
 
-# What a release imports: the requirement, and the module that shows whether the running interpreter has it.
+# The packages that a release imports, each with the module that shows whether the running interpreter has it.
 REFERENCE_NEEDS = {
     "protobuf": "google.protobuf",
     "psutil": "psutil",
@@ -121,7 +121,7 @@ def _is_here(module: str) -> bool:
 
 
 def _make_reference_venv(folder: Path, release: str) -> None:
-    """A virtual environment with one release of the reference, which borrows all else from the running interpreter."""
+    """Makes a virtual environment with one release of the reference and the other packages of this interpreter."""
     make = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
     subprocess.run(make, check=True, capture_output=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -137,10 +137,10 @@ def _make_reference_venv(folder: Path, release: str) -> None:
 
 @pytest.fixture(scope="session")
 def reference_python(request):
-    """From a release to the interpreter that runs it; skips, saying why, where it cannot be had.
+    """Returns the interpreter that runs a release. Skips the test, with the reason, if there is none.
 
     ``TENSORIZER_REFERENCE_VENVS`` names a folder with one virtual environment per release, or a pattern with
-    ``{release}`` in it; without it they are made below pytest's cache folder, once.
+    ``{release}`` in it. Without it, they are made in pytest's cache folder, once.
     """
     known = {}
 
@@ -178,9 +178,9 @@ def _find_reference(config, release: str):
 
 @pytest.fixture(scope="session")
 def package_folder(request):
-    """From a name and requirements to a folder for ``PYTHONPATH`` that has them, without what they depend on.
+    """Returns a folder for ``PYTHONPATH`` with the required packages, without their dependencies.
 
-    The folders are made below pytest's cache, once; skips, saying why, where that cannot be done.
+    The folders are made in pytest's cache, once. Skips the test, with the reason, if that fails.
     """
 
     def find(name: str, *requirements: str) -> Path:
@@ -216,19 +216,19 @@ def pytest_configure(config):
     missing = missing_servers()
     if missing and os.environ.get("TENSORIZER_REQUIRE_SERVERS") == "1":
         raise pytest.UsageError(f"TENSORIZER_REQUIRE_SERVERS=1, but not installed: {', '.join(missing)}")
-    # A shell that starts this in the background has Ctrl-C ignored, by every program below it too.
+    # If a shell starts this in the background, this process and its children ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end their servers then
     config.addinivalue_line("markers", "xdist_group(name): tests that one worker of pytest-xdist runs, if it is there")
-    # torch says so, once per process, wherever a complex32 tensor is made
+    # torch warns, once per process, when a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
-    # torch 2.4 and 2.5 say so of every torch.load
+    # torch 2.4 and 2.5 warn at every torch.load
     config.addinivalue_line("filterwarnings", "ignore:You are using `torch.load` with:FutureWarning")
 
 
 def _failure_of_torch_save() -> str:
-    """What torch.save says of any tensor, without this package; empty where it works."""
+    """The error of torch.save for any tensor, without this package; empty if it works."""
     try:
         torch.save(torch.zeros(1), io.BytesIO())
     except AttributeError as error:  # torch 2.5.0 with Python 3.13.0
@@ -254,7 +254,7 @@ _SUMMED_UP = frozenset(f"Skipped: {needs(name)}" for name in missing_servers())
 
 
 def pytest_report_teststatus(report):
-    """Tests of a missing server are a category of their own, which the summary does not list one by one."""
+    """Puts tests of a missing server into a category that the summary does not list one by one."""
     if report.skipped and isinstance(report.longrepr, tuple) and report.longrepr[2] in _SUMMED_UP:
         return "left out", "s", "SKIPPED"
     return None
@@ -266,8 +266,14 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="session")
-def fresh_process():
-    """Runs programs in processes of their own, in which torch and tensorizer are imported: ``run(program, *argv)``."""
-    fork_server = ForkServer()
-    yield fork_server.run
-    fork_server.close()
+def fork_server():
+    """Starts programs in processes of their own, in which torch and tensorizer are imported."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def fresh_process(fork_server):
+    """Runs a program in such a process: ``run(program, *argv)``."""
+    return fork_server.run

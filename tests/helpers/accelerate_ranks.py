@@ -38,7 +38,7 @@ def steps_of(accelerator: Accelerator, model, optimizer, steps: Iterable[int]) -
 
 
 def with_fsdp() -> Accelerator:
-    """accelerate's FSDP2 on gloo. Of its own accord accelerate takes FSDP for GPUs alone; the code is the same."""
+    """accelerate's FSDP2 on gloo. By default, accelerate uses FSDP only on GPUs; its code is the same on the CPU."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
     )
@@ -50,7 +50,7 @@ def with_fsdp() -> Accelerator:
 
 
 def shards(folder: Path) -> None:
-    """FSDP in ``dcp_default()``: stopped and resumed with equal losses; what torch wrote loads in the block too."""
+    """FSDP in ``dcp_default()``: a resumed run has the same losses, and checkpoints of torch's writer load, too."""
 
     def work(accelerator: Accelerator) -> None:
         whole = steps_of(accelerator, *prepared(accelerator), range(6))

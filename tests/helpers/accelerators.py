@@ -79,12 +79,12 @@ class FakeDriver:
         setattr(self, name, function)
 
     def memory(self, nbytes: int, device: int) -> torch.Tensor:
-        """A flat byte tensor over device memory: only its address may be used. Freed as an allocator would."""
+        """A flat byte tensor over device memory: only its address may be used. It is freed like torch's own."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         address = self.allocate(device, nbytes)
         array = (ctypes.c_ubyte * nbytes).from_address(address)
-        # Not at exit, where a thread may still be in the middle of a load.
+        # Not freed at exit, when a thread may still be loading.
         weakref.finalize(array, self.free, address, None).atexit = False
         tensor = torch.frombuffer(array, dtype=torch.uint8)
         if self.kept is not None:
@@ -93,7 +93,7 @@ class FakeDriver:
 
 
 class OnFakeDevice(torch.Tensor):
-    """A tensor over the fake driver's memory that says so."""
+    """A tensor over the fake driver's memory that reports a CUDA device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
@@ -101,20 +101,20 @@ class OnFakeDevice(torch.Tensor):
 
 
 class Accelerator:
-    """What the tests of the CUDA pipeline need of a device."""
+    """The operations on a device that tests of the CUDA pipeline need."""
 
     name: str
 
     def load(self, source: Any, device: Any = "cuda:0", **options: Any) -> dict[Any, torch.Tensor]:
-        """All tensors of a file, loaded to the device, brought back by other means than ours."""
+        """Loads all tensors of a file to the device, and copies them back without code of the package."""
         return {name: self.fetch(value) for name, value in TensorDeserializer(source, device=device, **options).items()}
 
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor on the CPU."""
+        """A copy of the tensor on the CPU."""
         raise NotImplementedError
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device."""
+        """A copy of the tensor on the device."""
         raise NotImplementedError
 
     def keep_busy(self, milliseconds: int) -> None:
@@ -150,7 +150,7 @@ class FakeDevice(Accelerator):
         self._with_zeros: set[int] = set()
 
     def install(self, monkeypatch: Any) -> None:
-        """Lets tensorizer believe in two CUDA devices for the length of a test."""
+        """Makes tensorizer see two CUDA devices during a test."""
 
         def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:
             flat = self.driver.memory(nbytes, device.index)
@@ -189,7 +189,7 @@ _driver: Optional[FakeDriver] = None
 
 
 def fake_driver() -> FakeDriver:
-    """The fake driver, in use by this process from here on."""
+    """The fake driver. This process uses it from now on."""
     global _driver
     if _driver is None:
         path = build_fake_driver()

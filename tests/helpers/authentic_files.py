@@ -1,4 +1,4 @@
-"""Files that a key or a signature vouches for, and what an attacker makes of them: for tests."""
+"""Encrypted and signed files, and the altered files that an attacker could make from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ W = {"w": torch.tensor([1.0, -2.5])}
 
 
 def values() -> dict[str, torch.Tensor]:
-    """Four of one shape, a scalar and one of several cipher chunks; `g` is `a` under another name."""
+    """Four tensors of one shape, a scalar, and a tensor of several cipher chunks; `g` is `a` under another name."""
     made = {name: tensor((6, 4), seed=i) for i, name in enumerate("abcd")}
     made["e"] = tensor((), torch.float64, seed=9)
     made["f"] = tensor((1100, 1000), seed=10)
@@ -66,7 +66,7 @@ def vector(**options: Any) -> bytes:
 
 
 def names_exchanged(data: bytes) -> bytes:
-    """`b` and `c` change names, in the index and in their headers."""
+    """`b` and `c` exchange names, in the index and in their headers."""
     return renamed(data, {b"b": b"c", b"c": b"b"})
 
 
@@ -87,7 +87,7 @@ def entry_nbytes(entry: fmt.Entry) -> int:
 
 
 def patched(data: bytes, name: str, change: Callable[[fmt.Record, bytearray, int], None]) -> bytes:
-    """change(record, bytes of the file, position of its index entry)."""
+    """Calls ``change(record, bytes of the file, position of its index entry)`` for records of a file."""
     out = bytearray(data)
     at = fmt.PROLOGUE_NBYTES
     for record in fmt.read_file(data).records:
@@ -117,7 +117,7 @@ def retyped(data: bytes) -> bytes:
 
 
 def reindexed(data: bytes, entries: list[bytes], records: Optional[bytes] = None) -> bytes:
-    """The same file with other entries in its index, and the annex behind them."""
+    """The same file with other entries in its index, followed by the annex."""
     file = fmt.read_file(data)
     annex = fmt.encode_annex([(k, f, records if k == auth.RECORDS and records else b) for k, f, b in file.annex])
     index = b"".join(entries) + annex
@@ -136,14 +136,14 @@ def entries_in(data: bytes) -> list[bytes]:
 
 
 def dropped(data: bytes) -> bytes:
-    """Without `d`."""
+    """The file without `d`."""
     digests = auth.crypto.split(auth.record_digests(data), 32)
     keep = [i for i in range(len(digests)) if i != 3]
     return reindexed(data, [entries_in(data)[i] for i in keep], b"".join(digests[i] for i in keep))
 
 
 def repeated(data: bytes) -> bytes:
-    """`a` once more, under the name `h`, behind the last record."""
+    """The file with `a` again, under the name `h`, behind the last record."""
     record = fmt.read_file(data).records[0]
     header = bytearray(record.header.raw)
     header[13:14] = b"h"
@@ -156,7 +156,7 @@ def repeated(data: bytes) -> bytes:
 
 
 def reordered(data: bytes) -> bytes:
-    """`b` and `c` change places, in the index and in the file: legal, and another order."""
+    """`b` and `c` exchange places in the index and in the file. The format allows this order."""
     b, c = fmt.read_file(data).records[1:3]
     entries, digests = entries_in(data), auth.crypto.split(auth.record_digests(data), 32)
     entries[1:3] = entries[2][:-24] + entries[1][-24:], entries[1][:-24] + entries[2][-24:]
@@ -168,7 +168,7 @@ def reordered(data: bytes) -> bytes:
 
 
 def records_exchanged(data: bytes) -> bytes:
-    """Headers and payloads of `b` and `c` change places, with the names put right; the index is not touched."""
+    """Headers and payloads of `b` and `c` exchange places and keep the right names; the index stays the same."""
     out = bytearray(data)
     b, c = fmt.read_file(data).records[1:3]
     for to, other in ((b, c), (c, b)):
@@ -197,7 +197,7 @@ def version_changed(data: bytes) -> bytes:
 
 
 def from_another_file(data: bytes) -> bytes:
-    """Record `b` of another file under the same key."""
+    """The file with record `b` of another file under the same key."""
     options: dict[str, Any] = {"encryption": KEY} if fmt.read_file(data).has_crypt_info else {}
     other = state_dict_bytes({**values(), "b": tensor((6, 4), seed=77)}, ties="once", metadata={"k": "v"}, **options)
     out = bytearray(data)
@@ -237,7 +237,7 @@ def ids(functions: list) -> list[str]:
 
 @contextlib.contextmanager
 def ways(tmp_path: Path, data: bytes, signature: Optional[bytes] = None):
-    """Ways to read `b`: whole, lazy, a slice, many slices; from memory, a file, a mapping and over HTTP."""
+    """The ways to read `b`: whole, lazily, as a slice or many slices; from memory, a file, a mapping and over HTTP."""
     path = tmp_path / "m.tensors"
     path.write_bytes(data)
     if signature is not None:

@@ -1,4 +1,4 @@
-"""Programs for ``fresh_process``: saves and loads that are stopped, keyed, raced, measured, or made of odd tensors."""
+"""Programs for ``fresh_process``: interrupts, keys, concurrent saves, memory and unusual tensors of checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WRONG = DecryptionParams.from_key(EncryptionParams.random().key)
 
 
 def interrupt_at_event(number: int, files: tuple[str, ...]) -> None:
-    """Ctrl-C at the n-th call of or in these modules, calls of the extension included."""
+    """Sends Ctrl-C at the n-th call of or in these modules, counting calls of the extension."""
     left = number
 
     def profile(frame, event, argument):
@@ -65,7 +65,7 @@ def interrupt_at_event(number: int, files: tuple[str, ...]) -> None:
 
 
 def interrupted(work, step: int, files: tuple[str, ...]) -> bool:
-    """Whether Ctrl-C came before the end; nothing of ours runs on after it."""
+    """Whether Ctrl-C came before the end. Fails if a thread of the package is still running."""
     interrupt_at_event(step, files)
     try:
         work()
@@ -116,12 +116,12 @@ def ctrl_c_in_any_phase(folder: Path) -> None:
 
 
 def is_of_keys(failure: BaseException) -> bool:
-    """Whether it is an error of ours, or one in which torch quotes what a marker's reader raised."""
+    """Whether this is an error about keys, or an error of torch that quotes one."""
     return isinstance(failure, CryptographyError) or "does not match its authentication code" in str(failure)
 
 
 def altered(folder: Path) -> None:
-    """A marker that was altered, a marker without its tag, a file of another step: all ranks refuse them."""
+    """All ranks refuse a marker that was altered, a marker without its tag, and a file of another step."""
 
     def work(rank):
         checkpoints = [folder / "one", folder / "two"]
@@ -162,7 +162,7 @@ def is_of_authenticity(failure: BaseException) -> bool:
 
 
 def in_the_body(marker: Path, other: Path) -> None:
-    """The body says something else, and the digest of the head fits it."""
+    """Changes the body, and the digest in the head to match it."""
     head, _, body = marker.read_bytes().partition(b"\n")
     body = body.replace(b'"world_size":2', b'"world_size":3')
     fitting = {**json.loads(head), "sha256": hashlib.sha256(body).hexdigest()}
@@ -177,7 +177,7 @@ def without_tag(marker: Path, other: Path) -> None:
 
 
 def foreign_file(marker: Path, other: Path) -> None:
-    """The files of both ranks are those of another step, under the same key and of the same size."""
+    """Replaces the files of both ranks by those of another step, with the same key and size."""
     mine, theirs = (sorted(folder.glob("*.tensors")) for folder in (marker.parent, other))
     for to, source in zip(mine, theirs):
         assert to.stat().st_size == source.stat().st_size
@@ -185,7 +185,7 @@ def foreign_file(marker: Path, other: Path) -> None:
 
 
 def keys(folder: Path) -> None:
-    """Of the wrong key all ranks learn."""
+    """A wrong key is an error on all ranks."""
 
     def work(rank):
         save(folder / "ranks", 4, rank, encryption=KEY)
@@ -208,7 +208,7 @@ def keys(folder: Path) -> None:
 
 
 def in_a_process(folder: Path) -> None:
-    """What is changed behind the call is saved as it was, encrypted; by two ranks, each with a process of its own."""
+    """Two ranks save in the background, each in its own process: encrypted, and without changes after the call."""
 
     def background(rank):
         state = {f"secret{rank}": torch.arange(5000.0) + rank, "step": 3}
@@ -236,7 +236,7 @@ def in_a_process(folder: Path) -> None:
 
 
 def by_default_in_the_background(folder: Path) -> None:
-    """Saves that name no storage take the writer of the block along, to a process and to a thread that begins later."""
+    """Saves without a storage use the writer of the block, also in a process and in a thread that begins later."""
 
     def background(rank):
         state = {"secret": torch.arange(5000.0), "step": 3}
@@ -295,7 +295,7 @@ def boxes(folder: Path) -> None:
     full = torch.arange(8 * 12.0).view(8, 12)
 
     def wrapped(rank, data):
-        """Each rank has two blocks of columns of its rows."""
+        """Each rank has its rows as two blocks of columns."""
         rows = slice(4 * rank, 4 * rank + 4)
         parts = [data[rows, :5].clone(), data[rows, 5:].clone()]
         shards = LocalShardsWrapper(parts, [(4 * rank, 0), (4 * rank, 5)])
@@ -322,7 +322,7 @@ def boxes(folder: Path) -> None:
 
 
 class Blocks(torch.Tensor):
-    """A tensor of a larger one's shape that holds some boxes of it, and describes them to torch by its own methods."""
+    """A tensor that holds some boxes of a larger one, has its shape, and describes the boxes to torch by methods."""
 
     @staticmethod
     def __new__(cls, full: torch.Tensor, boxes):
@@ -355,7 +355,7 @@ class Blocks(torch.Tensor):
 
 
 def blocks(folder: Path) -> None:
-    """Boxes in no order and of all sizes, none of them a shard of a mesh; loaded as other boxes, and whole."""
+    """Boxes of any order and size, which are not shards of a mesh, load as other boxes and as whole tensors."""
     full = torch.arange(6 * 10.0).view(6, 10)
     saved = [
         [((0, 0), (2, 3)), ((4, 3), (2, 7)), ((0, 3), (4, 1))],
@@ -390,7 +390,7 @@ def blocks(folder: Path) -> None:
 
 
 def memory_of_a_save(folder: Path) -> None:
-    """Tensors that have to be copied to be written, twice as much as may be copied at a time."""
+    """Saves tensors that must be copied first, twice as many bytes as may be copied at a time, in bounded memory."""
     assert memory.can_measure()
     save_small = {"w": torch.ones(10)}
     dcp.save(save_small, storage_writer=td.TensorizerWriter(folder / "small"), no_dist=True)

@@ -1,4 +1,4 @@
-"""A program for ``fresh_process``: one state saved and loaded on many meshes, and the rest of what needs ranks."""
+"""Programs for ``fresh_process``: one state is saved and loaded on many meshes, with strided and partial shards."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def load_all(folder: str, layouts) -> None:
 
 
 def rows_alone(folder: str) -> None:
-    """What a rank reads when rows are dealt out anew: its rows, an index and the marker."""
+    """If other ranks load the rows, each rank reads only its own rows, an index and the marker."""
     path = os.path.join(folder, "large")
 
     def save(rank):
@@ -123,7 +123,7 @@ class Mlp(torch.nn.Module):
 
 
 def over_tensor_parallelism(folder: str) -> None:
-    """FSDP over tensor parallelism, whose shards are strided (``_StridedShard``), uneven ones too, to other meshes."""
+    """Strided shards (``_StridedShard``) of FSDP over tensor parallelism, also uneven ones, load on other meshes."""
 
     def model(rows: int, fsdp: bool, tensor_parallel: bool):
         torch.manual_seed(rows)
@@ -174,7 +174,7 @@ def over_tensor_parallelism(folder: str) -> None:
 
 
 def rows_with_gaps(folder: str) -> None:
-    """Strided shards that are no boxes: an error on all ranks, never other rows."""
+    """Strided shards that are not boxes are an error on all ranks, and never become other rows."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     path = os.path.join(folder, "gaps")

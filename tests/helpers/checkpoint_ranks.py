@@ -1,4 +1,4 @@
-"""Programs for ``fresh_process``: what goes wrong in the middle of a save, and the other ways to save."""
+"""Programs for ``fresh_process``: failures in the middle of a save, and the other ways to save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEPS_IN = tuple(os.path.join("_checkpoint", name) for name in ("writer.py", "fo
 
 
 def state_of(number: int, rank: int = 0, rows: int = 500):
-    """A state of rank `rank`, all of whose parts say which one it is."""
+    """A state of a rank. All its parts contain the number of the state."""
     return {f"w{rank}": torch.full((rows,), float(number)), "both": torch.full((3,), float(number)), "number": number}
 
 
@@ -51,7 +51,7 @@ def save(folder: Path, number: int, rank: int = 0, **arguments) -> None:
 
 
 def number_in(folder: Path, ranks: int = 1) -> int:
-    """Which state is there, all parts of which must be of one."""
+    """The number of the saved state. Fails if its parts come from several states."""
     state = {"number": 0, "both": torch.zeros(3)} | {f"w{rank}": torch.zeros(500) for rank in range(ranks)}
     dcp.load(state, storage_reader=td.TensorizerReader(folder, verify_hash=True), no_dist=True)
     found = {state["number"], *(float(x) for name in state if name != "number" for x in state[name].unique())}
@@ -80,7 +80,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def kill_at_event(number: int) -> None:
-    """Kills this process at the n-th call of or in the modules that write, calls of the extension included."""
+    """Kills this process at the n-th call of or in the modules that write, counting calls of the extension."""
     left = number
 
     def profile(frame, event, argument):
@@ -166,7 +166,7 @@ def kill_one_rank_of_two(folder: Path) -> None:
 
 
 def kill_one_rank_of_two_at_any_step(folder: Path) -> None:
-    """Two ranks save over a checkpoint of three, and one is killed: all of the old one is there, or of the new one."""
+    """Two ranks save over a checkpoint of three, and one is killed: the old checkpoint or the new one is whole."""
     base = folder / "base"
     run_ranks(3, lambda rank: save(base, 1, rank))
     seen: dict[int, list[int]] = {0: [], 1: []}
@@ -199,7 +199,7 @@ def kill_one_rank_of_two_at_any_step(folder: Path) -> None:
 
 
 class NoMemory(dcp.DefaultSavePlanner):
-    """A copy to the host that does not fit."""
+    """Fails to copy a tensor to the host."""
 
     def resolve_data(self, write_item):
         raise MemoryError("no memory for a copy")
@@ -207,7 +207,7 @@ class NoMemory(dcp.DefaultSavePlanner):
 
 @contextlib.contextmanager
 def failing(owner, name: str, error: BaseException):
-    """A function that fails."""
+    """A block in which a function fails."""
     original = getattr(owner, name)
 
     def fail(*_, **__):
@@ -222,7 +222,7 @@ def failing(owner, name: str, error: BaseException):
 
 @contextlib.contextmanager
 def full_disk():
-    """No file of this process may grow beyond a KiB."""
+    """A block in which no file of this process can grow beyond a KiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
@@ -232,7 +232,7 @@ def full_disk():
 
 
 def fails_on_all(call: Callable[[], object], who: int, *words: str) -> None:
-    """All ranks learn of it, with the cause and whose it is, and long before a time limit."""
+    """All ranks raise, long before a time limit, and name the cause and the rank that failed."""
     begun = time.monotonic()
     error = error_of(call)
     assert time.monotonic() - begun < 60
@@ -242,7 +242,7 @@ def fails_on_all(call: Callable[[], object], who: int, *words: str) -> None:
 
 
 def fail_on_one_rank(folder: Path) -> None:
-    """Whatever goes wrong on one rank of a save: all raise, no temporary file stays, the next save works."""
+    """If a save fails on one rank, all ranks raise, no temporary file stays, and the next save works."""
     writer = writer_module.TensorizerWriter
 
     def faults():
@@ -288,7 +288,7 @@ def fail_on_one_rank(folder: Path) -> None:
 
 
 def fail_to_load(folder: Path, rank: int, number: int) -> None:
-    """Likewise of a load, which leaves the group as it was."""
+    """If a load fails on one rank, all ranks raise, and the group still works."""
 
     def attempt() -> None:
         state = {f"w{rank}": torch.zeros(500), "both": torch.zeros(3), "number": 0}
@@ -298,7 +298,7 @@ def fail_to_load(folder: Path, rank: int, number: int) -> None:
     for owner, name, word in (
         (CheckpointFiles, "file", "not seen by this rank"),
         (td.TensorizerReader, "read_data", "not seen by this rank"),
-        (Folder, "read", ""),  # the marker; torch says what it likes
+        (Folder, "read", ""),  # reads the marker; torch chooses the text of that error
     ):
         with failing(owner, name, gone) if rank == 1 else contextlib.nullcontext():
             fails_on_all(attempt, 1, word)
@@ -309,7 +309,7 @@ def fail_to_load(folder: Path, rank: int, number: int) -> None:
 
 
 def a_store_that_refuses(folder: Path) -> None:
-    """A store that takes nothing from one of two ranks, once."""
+    """A store refuses the upload of one of two ranks, once."""
     import boto3  # once for all ranks
 
     assert boto3
@@ -338,7 +338,7 @@ def a_store_that_refuses(folder: Path) -> None:
 
 
 def damage_between_ranks(folder: Path) -> None:
-    """Files of two ranks that took each other's place, and bytes that are wrong in one of them, wherever they are."""
+    """Exchanged files of two ranks are an error, and so are wrong bytes at any place in one of them."""
 
     def shards(data):
         rank = dist.get_rank()
@@ -387,7 +387,7 @@ def damage_between_ranks(folder: Path) -> None:
 
 
 def other_ways(folder: Path) -> None:
-    """Without collectives, with kept plans, in the background, verified and put together by several ranks."""
+    """Saves without collectives, with cached plans and in the background; several ranks verify a checkpoint."""
 
     def work(rank):
         here = folder / "alone"
@@ -404,7 +404,7 @@ def other_ways(folder: Path) -> None:
         else:
             raise AssertionError("no error")
         dist.barrier()
-        save(here, 2, rank)  # a save of all ranks takes the place of those
+        save(here, 2, rank)  # a save of all ranks replaces it
         dist.barrier()
         assert number_in(here, 2) == 2
         assert not [path for path in here.iterdir() if path.name.startswith("__")]
@@ -419,7 +419,7 @@ def other_ways(folder: Path) -> None:
         state = state_of(7, rank)
         future = dcp.async_save(state, storage_writer=td.TensorizerWriter(folder / "thread"))
         for name in (f"w{rank}", "both"):
-            state[name].fill_(-1)  # staged: the file does not see it
+            state[name].fill_(-1)  # the save has a copy already
         future.result()
         dist.barrier()
         assert number_in(folder / "thread", 2) == 7
@@ -430,7 +430,7 @@ def other_ways(folder: Path) -> None:
         assert report.ok, report
         assert len(report.verified) == 3
         assert report.nbytes == 2 * 2000 + 12
-        with pytest.raises(FileNotFoundError):  # on all ranks, as on one alone, also where one of them alone finds none
+        with pytest.raises(FileNotFoundError):  # on all ranks, also if only one of them finds no checkpoint
             td.verify(folder / ("nowhere", "thread")[rank])
         dist.barrier()
         if rank == 0:
@@ -448,7 +448,7 @@ def other_ways(folder: Path) -> None:
 
 
 def example(folder: Path) -> None:
-    """examples/distributed_checkpoint.py as torchrun starts it: whole, stopped, resumed by other numbers of ranks."""
+    """examples/distributed_checkpoint.py, as torchrun starts it, resumes with other numbers of ranks."""
     importlib.import_module("torch._dynamo")  # imported late otherwise, by each rank
     importlib.import_module("torch.distributed.fsdp")
 

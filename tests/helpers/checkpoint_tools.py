@@ -1,4 +1,4 @@
-"""What the tests of distributed checkpoints share: saves, loads, and the marker of a checkpoint."""
+"""Tools for tests of distributed checkpoints: saves, loads, and the marker of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
 
-#: Of every file of such tests, as its ``pytestmark``.
+#: The ``pytestmark`` of every file with such tests.
 MARKS = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
     pytest.mark.skipif(
@@ -33,13 +33,13 @@ def load(state, path, **arguments):
 
 
 def marker_in(folder):
-    """Head and body."""
+    """The head and the body of a marker."""
     head, body = (folder / ".metadata").read_bytes().split(b"\n", 1)
     return json.loads(head), json.loads(body)
 
 
 def write_marker(folder, head, body):
-    """With sizes and digest that fit, as anybody can."""
+    """Writes a marker with matching sizes and digest, as anybody can."""
     content = json.dumps(body).encode()
     fitting = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / ".metadata").write_bytes(json.dumps({**head, **fitting}).encode() + b"\n" + content)

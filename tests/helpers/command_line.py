@@ -1,4 +1,4 @@
-"""The command line in this process: importing torch takes longer than most commands."""
+"""Runs the command line in this process, because importing torch takes longer than most commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensorizer.cli.main import main
 
 
 class Result(NamedTuple):
-    """What one command left."""
+    """The result of one command."""
 
     returncode: int
     stdout: bytes
@@ -25,7 +25,7 @@ class Result(NamedTuple):
 
 
 def run(*arguments, stdin=b"", encoding="utf-8", **environment) -> Result:
-    """One command, without the settings of the environment. Its streams are pipes."""
+    """Runs one command, without the settings of the environment. Its streams are pipes."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TENSORIZER_", "AWS_"))}
     streams = [io.TextIOWrapper(io.BytesIO(content), encoding=encoding) for content in (stdin, b"", b"")]
     saved = sys.stdin, sys.stdout, sys.stderr

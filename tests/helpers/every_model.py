@@ -1,4 +1,4 @@
-"""Every class of transformers that can be built small from its configuration, with random weights."""
+"""Builds a small model of every class of transformers that its configuration allows, with random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 _LAYERS = 2
 _LIMIT = 60_000_000  # parameters
-# What members of configurations become, by their names.
+# New values for members of configurations, by their names.
 _SIZES = {
     64: "hidden_size d_model n_embd embed_dim hidden_dim dim width decoder_hidden_size encoder_hidden_size "
     "embedding_dim intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim mlp_dim "
@@ -64,14 +64,14 @@ def _shrunk(values: Any, sizes: dict[str, int]) -> Any:
 
 
 def small_config(cls: Any, kind: Any) -> Any:
-    """A configuration of the class `kind` of which `cls` has few parameters; ``None`` where none was found."""
+    """A configuration of the class `kind` with which `cls` has few parameters; ``None`` if none was found."""
     for sizes in ({**_by_name(_SIZES), **_by_name(_COUNTS)}, _by_name(_COUNTS), {}):
         try:
             config = kind.from_dict(kind.from_dict(_shrunk(kind().to_dict(), sizes)).to_dict())
             with torch.device("meta"):
                 model = cls._from_config(copy.deepcopy(config))
             kind.from_dict(config.to_dict())
-        except Exception:  # whatever a class says of sizes that do not go together
+        except Exception:  # a class may raise anything for sizes that do not match
             continue
         if sum(parameter.numel() for parameter in model.parameters()) <= _LIMIT:
             return config
@@ -79,7 +79,7 @@ def small_config(cls: Any, kind: Any) -> Any:
 
 
 def names() -> Iterator[str]:
-    """Classes of models: of each kind one with a head and the bare one."""
+    """Names of model classes: for each kind, one with a head and the one without."""
     seen = set()
     for kind in configuration_auto.CONFIG_MAPPING_NAMES:
         bare = modeling_auto.MODEL_MAPPING_NAMES.get(kind)
@@ -91,7 +91,7 @@ def names() -> Iterator[str]:
 
 
 def build(name: str) -> Any:
-    """A small model of the class in evaluation mode; ``None`` where this is not possible here."""
+    """A small model of the class in evaluation mode; ``None`` if it cannot be built here."""
     try:
         cls = getattr(transformers, name)
         config = small_config(cls, cls.config_class)
@@ -99,5 +99,5 @@ def build(name: str) -> Any:
             return None
         torch.manual_seed(0)
         return cls._from_config(config).eval()
-    except Exception:  # packages that the class needs, sizes that do not go together
+    except Exception:  # a package is missing, or sizes do not match
         return None

@@ -26,7 +26,7 @@ KINDS = {"parameter": 0, "buffer": 1, "state_dict": 2}
 
 
 def select(*, refused: Optional[bool] = None, encrypted: Optional[bool] = None) -> list[Golden]:
-    """Manifest entries; files whose dtypes the running torch lacks are left out."""
+    """Manifest entries, without the files that have a dtype which the running torch lacks."""
     chosen = []
     for golden in MANIFEST["files"]:
         if refused is not None and refused != ("errors" in golden):
@@ -43,7 +43,7 @@ def name_of(golden: Golden) -> str:
 
 
 def each(goldens: Iterable[Golden]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes one test of a check that takes ``golden`` and fixtures: it goes through all and names those that fail."""
+    """Turns a check that takes ``golden`` and fixtures into one test of all files, which names those that fail."""
     chosen = list(goldens)
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
@@ -67,7 +67,7 @@ def each(goldens: Iterable[Golden]) -> Callable[[Callable[..., None]], Callable[
 
 
 def keys(golden: Golden) -> dict[str, DecryptionParams]:
-    """What a deserializer needs to open the file, as its keyword argument."""
+    """The keyword argument with which a deserializer can open the file."""
     given = secret(golden)
     if given is None:
         return {}
@@ -76,7 +76,7 @@ def keys(golden: Golden) -> dict[str, DecryptionParams]:
 
 
 def lacks_hashes(golden: Golden) -> bool:
-    """Whether a tensor with data has no digest: our own file about digests of all kinds."""
+    """Whether a tensor with data has no digest, as in our own file with all kinds of digests."""
     return golden["name"] == "c-hashes"
 
 
@@ -88,12 +88,12 @@ def _read(file: str, sha256: str) -> bytes:
 
 
 def read(golden: Golden) -> bytes:
-    """The decompressed file."""
+    """The decompressed content of the file."""
     return _read(golden["file"], golden["sha256"])
 
 
 def distinct(goldens: list[Golden]) -> list[Golden]:
-    """Without the files whose bytes another one has: most releases wrote the same for the same case."""
+    """Drops files with the same bytes as another one, since most releases wrote the same bytes for the same case."""
     return list({golden["sha256"]: golden for golden in reversed(goldens)}.values())[::-1]
 
 
@@ -114,7 +114,7 @@ def _compute_content(tensor: dict[str, Any]) -> bytes:
 
 
 def secret(golden: Golden) -> Optional[dict[str, bytes]]:
-    """What opens the file: ``key`` or ``passphrase``; None for a plain one."""
+    """The secret for the file: ``key`` or ``passphrase``; ``None`` for a plain file."""
     encryption = golden["encryption"]
     if encryption is None:
         return None

@@ -1,4 +1,4 @@
-"""What tests do with packages that this environment lacks, in a process with another PYTHONPATH.
+"""Uses packages that this environment lacks, in a process with another PYTHONPATH.
 
 ``python hf_worker.py exchange FOLDER`` with another release of transformers: loads FOLDER/new, writes FOLDER/old, and
 prints JSON. ``python hf_worker.py quantise FOLDER`` with bitsandbytes.
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "gpt2", "t5", "bert", "mixtral", "vit")
 
 
 def write(folder: Path) -> None:
-    """Every family, by us, by us under the names of the library, and by the library, with what the model says."""
+    """Writes a model of every family three times: by us, by us under the library's names, and by the library."""
     for name in FAMILIES:
         model = getattr(tiny_models, name)()
         save_pretrained(model, folder / name / "model")
@@ -31,7 +31,7 @@ def write(folder: Path) -> None:
 
 
 def differences(folder: Path) -> dict:
-    """From family and kind of file to how far the loaded model is from the one that was written; texts of errors."""
+    """Maps family and kind of file to the difference between loaded and written model, or to the text of an error."""
     found = {}
     for name in FAMILIES:
         wanted = torch.load(folder / name / "output.pt", weights_only=True)

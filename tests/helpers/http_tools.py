@@ -1,4 +1,4 @@
-"""What the HTTP tests share: short timeouts, content, and the promise that neither thread nor socket is left."""
+"""Tools for HTTP tests: short timeouts, content, and a check that no thread and no socket is left."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def tuned(**changes: object) -> HTTPOptions:
 
 
 def quick(**changes: object) -> HTTPOptions:
-    """Options under which failures show soon. Stalls only after 10 s: on a busy machine they would show by chance, so
-    tests of them choose their own."""
+    """Options with which failures show soon. A stall takes 10 s, because a busy machine may cause shorter ones; tests
+    of stalls choose their own time."""
     settings: dict[str, object] = {
         "connect_timeout": 5.0,
         "stall_timeout": 10.0,
@@ -64,14 +64,14 @@ def _threads() -> set[str]:
 
 
 def _sockets() -> set[str]:
-    """Those of TCP."""
+    """The sockets of TCP."""
     return {target for _, target in open_descriptors()} & tcp_sockets()
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     """Fails if threads or sockets that began inside are still there a little later."""
-    gc.collect()  # what a test caught holds frames, and a source in one of them keeps every connection
+    gc.collect()  # an exception holds frames, and a source in one of them keeps its connections
     threads, sockets = _threads(), _sockets()
     yield
     deadline = time.monotonic() + 5

@@ -19,7 +19,7 @@ assert dcp, td.verify  # imported now, once for all ranks
 
 
 class Whole(lightning.LightningModule):
-    """Shards its layers itself: torch's older FSDP wraps on the CPU only what says so."""
+    """Shards its layers itself, because torch's older FSDP wraps modules on the CPU only on request."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ def stop_and_resume(folder: Path, strategy, model) -> None:
         _, whole = fit(folder / "theirs", strategy(), 4, model=model)
         with td.dcp_default():
             fit(folder / "ours", strategy(), 2, model=model)
-            for name in ("ours", "theirs"):  # what Lightning wrote outside of the block loads too
+            for name in ("ours", "theirs"):  # a checkpoint that Lightning wrote outside of the block loads, too
                 _, resumed = fit(folder / f"after {name}", strategy(), 4, folder / name / "epoch=1.ckpt", model)
                 assert resumed.losses == whole.losses[4:], (name, resumed.losses, whole.losses)
                 assert resumed.remembered["epochs"] == 1

@@ -1,4 +1,4 @@
-"""How much memory something takes: the peak of the resident set, which Linux lets a process reset."""
+"""Measures the memory that a block takes: the peak of the resident set, which Linux lets a process reset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _field(name: str) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process in memory now, without those that the kernel may take at any time."""
+    """Bytes of this process in memory now, without those that the kernel may reclaim at any time."""
     return _field("VmRSS") - _lazily_free()
 
 
@@ -38,7 +38,7 @@ def can_measure() -> bool:
 
 
 class Growth:
-    """What ``peak_growth`` fills in: bytes above the resident set at the start."""
+    """The result of ``peak_growth``: bytes above the resident set at the start."""
 
     peak = 0
 
@@ -48,6 +48,6 @@ def peak_growth():
     """Measures how far the resident set of the process rises above where it is now."""
     growth = Growth()
     _CLEAR.write_text("5")
-    before = _field("VmRSS")  # as the peak, with what the kernel may take at any time
+    before = _field("VmRSS")  # like the peak, with pages that the kernel may reclaim
     yield growth
     growth.peak = _field("VmHWM") - before

@@ -42,14 +42,14 @@ def model() -> torch.nn.Module:
 
 
 def load(state, place, **options) -> int:
-    """Bytes that this rank read."""
+    """Loads the model; returns the bytes that this rank read."""
     reader = td.TensorizerReader(place, **options)
     dcp.load(state, storage_reader=reader)
     return reader.total_bytes_read
 
 
 def fill_modules(folder: Path) -> None:
-    """Modules of FSDP2, tensor parallelism and both get what the file has, from every form of the model."""
+    """Modules with FSDP2, tensor parallelism and both are filled from every form of the model."""
     reference = model()
     save_model(reference, folder / "m.tensors")
     save_model(reference, folder / "m.safetensors")
@@ -80,7 +80,7 @@ def fill_modules(folder: Path) -> None:
 
 
 def read_only_parts(folder: Path) -> None:
-    """Uneven and empty parts by rows and columns; by rows, all ranks together read the file once."""
+    """Ranks fill uneven and empty parts by rows and columns. By rows, all ranks together read the file once."""
     shapes = {"w": (512, 256), "uneven": (701, 300), "few": (1, 2048), "v": (3,), "s": (), "none": (0, 8)}
     tensors = {name: samples.tensor(shape, torch.float32, name).nan_to_num() for name, shape in shapes.items()}
     for name in ("f.tensors", "f.safetensors"):
@@ -115,7 +115,7 @@ def read_only_parts(folder: Path) -> None:
 
 
 def see_different_files(folder: Path) -> None:
-    """Ranks that see different files all raise, and name the ranks; so do all where one cannot open it."""
+    """If ranks see different files, all raise and name the ranks. If one cannot open its file, all raise."""
     tensors = {"a": torch.arange(1000.0)}
     save_file(tensors, folder / "m.tensors")
     save_file({"a": torch.zeros(1000)}, folder / "other.tensors")
@@ -146,7 +146,7 @@ def see_different_files(folder: Path) -> None:
 
 
 def give_whole_tensors(folder: Path) -> None:
-    """A module of DTensors refuses whole tensors and stays as it was."""
+    """A module of DTensors refuses whole tensors and stays unchanged."""
     target = model()
     save_model(target, folder / "m.tensors")
     before = {name: parameter.detach().clone() for name, parameter in target.named_parameters()}

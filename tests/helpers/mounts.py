@@ -1,4 +1,4 @@
-"""Programs in a mount namespace of their own: what they mount goes away with them, whatever happens to them."""
+"""Runs programs in their own mount namespace, so that their mounts end with them, even if they are killed."""
 
 import functools
 import subprocess
@@ -28,6 +28,6 @@ def _refusal():
 
 
 def require_mounts():
-    """Skips the test where this user may not mount tmpfs and overlayfs, or the system has no namespaces."""
+    """Skips the test if this user may not mount tmpfs and overlayfs, or the system has no namespaces."""
     if _refusal():
         pytest.skip(f"cannot mount here: {_refusal()}")

@@ -1,4 +1,4 @@
-"""Ranks of a gloo group: children of a process that has imported what they need. For programs of ``fresh_process``."""
+"""Runs ranks of a gloo group, as children of a process that has imported all modules, in ``fresh_process``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def run_ranks(
     own: float = 30,
     grouped: bool = True,
 ) -> list[int]:
-    """Runs ``work(rank)`` in each rank; gives their exit codes, which have to be `expected` unless that is ``None``.
+    """Runs ``work(rank)`` in each rank. Returns the exit codes, which must be `expected` unless that is ``None``.
 
-    Not `grouped`: the ranks make their group themselves. `own`: seconds that a collective waits.
+    If not `grouped`, the ranks make their group themselves. `own` is the time limit of a collective in seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -46,7 +46,7 @@ def run_ranks(
 def run_launched_ranks(ranks: int, work: Callable[[int], object], **variables: str) -> None:
     """Runs ``work(rank)`` in each rank, with the environment that torchrun gives it, and `variables` in that.
 
-    The ranks make their group themselves; one that is left is ended.
+    The ranks make their group themselves. A group that is left is destroyed.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
-"""The authentic half of the oracle: tags, marks and signatures by other libraries, and files altered on purpose.
+"""The oracle for authenticity: tags, marks and signatures by other libraries, and files that are altered on purpose.
 
-Nothing of the package is used: BLAKE2b is hashlib's, Ed25519 that of the ``cryptography`` package, the cipher libsodium
-through ``reference_crypto``.
+It uses no code of the package: BLAKE2b comes from hashlib, Ed25519 from the ``cryptography`` package, and the cipher
+from libsodium through ``reference_crypto``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Sections = list[tuple[int, int, bytes]]
 
 
 def subkey(key: bytes, number: int) -> bytes:
-    """libsodium's crypto_kdf_derive_from_key; 1 makes tags, 2 marks nonces, 3 is for markers of checkpoints."""
+    """libsodium's crypto_kdf_derive_from_key. Subkey 1 makes tags, 2 marks nonces, 3 is for markers of checkpoints."""
     person, salt = b"TZRAUTH1".ljust(16, b"\0"), struct.pack("<QQ", number, 0)
     return hashlib.blake2b(b"", digest_size=32, key=key, salt=salt, person=person).digest()
 
@@ -30,7 +30,7 @@ def tag_of(digest: bytes, key: bytes) -> bytes:
 
 
 def marked(drawn: bytes, key: bytes) -> bytes:
-    """A nonce from its first 16 bytes."""
+    """A marked nonce, from its first 16 bytes."""
     return drawn[:16] + hashlib.blake2b(drawn[:16], digest_size=32, key=subkey(key, 2)).digest()[:8]
 
 
@@ -55,7 +55,7 @@ def entries_of(data: bytes) -> bytes:
 
 
 def digest_of(data: bytes, sections: Optional[Sections] = None) -> bytes:
-    """The index digest, as computed; `sections` instead of those in the file."""
+    """Computes the index digest, with `sections` instead of those in the file."""
     before: Sections = []
     for section in fmt.read_file(data).annex if sections is None else sections:
         if section[0] == DIGEST:
@@ -69,7 +69,7 @@ def record_digests(data: bytes) -> bytes:
 
 
 def with_annex(data: bytes, sections: Sequence[tuple[int, int, bytes]]) -> bytes:
-    """The same file with another annex, or with none."""
+    """The same file with another annex, or without one."""
     file = fmt.read_file(data)
     at = fmt.PROLOGUE_NBYTES + file.index_nbytes - len(file.index_slack)
     annex = fmt.encode_annex(sections) if sections else b""
@@ -78,12 +78,12 @@ def with_annex(data: bytes, sections: Sequence[tuple[int, int, bytes]]) -> bytes
 
 
 def without(data: bytes, *kinds: int) -> bytes:
-    """The same file without some sections; nothing else is put right."""
+    """The same file without some sections. Nothing else is adjusted."""
     return with_annex(data, [section for section in fmt.read_file(data).annex if section[0] not in kinds])
 
 
 def digests_anew(data: bytes) -> bytes:
-    """Sections 5 and 4 made anew, as somebody without the key can; tags and signatures stay as they were."""
+    """Computes sections 5 and 4 again, which needs no key. Tags and signatures stay the same."""
     sections: Sections = []
     for kind, flags, body in fmt.read_file(data).annex:
         if kind == RECORDS:
@@ -95,7 +95,7 @@ def digests_anew(data: bytes) -> bytes:
 
 
 def signature_file(data: bytes, seed: bytes) -> bytes:
-    """What is to be beside a file that was signed."""
+    """The content of the signature file beside a file."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
@@ -109,7 +109,7 @@ def signature_file(data: bytes, seed: bytes) -> bytes:
 
 
 def rehashed(data: bytes, change: Callable[[fmt.Record], Optional[bytes]]) -> bytes:
-    """A plain file whose payloads `change` replaces, with digests that fit again."""
+    """A plain file in which `change` replaces payloads, with matching digests."""
     out = bytearray(data)
     for record in fmt.read_file(data).records:
         payload = change(record)
@@ -125,7 +125,7 @@ def rehashed(data: bytes, change: Callable[[fmt.Record], Optional[bytes]]) -> by
 
 
 def as_before(data: bytes, key: bytes) -> bytes:
-    """An encrypted file as earlier releases wrote it: nonces without a mark, nothing that authenticates the index."""
+    """An encrypted file as earlier releases wrote it: nonces without marks, and no tag or signature of the index."""
     out = bytearray(data)
     for record in fmt.read_file(data).records:
         crypt = _sealed_anew(record.header.crypt_info, record.payload, key)
@@ -150,7 +150,7 @@ def as_before(data: bytes, key: bytes) -> bytes:
 
 
 def _sealed_anew(info: bytes, payload: bytes, key: bytes) -> Optional[tuple[bytes, bytes]]:
-    """A crypt_info block and its ciphertext, under another nonce."""
+    """A crypt_info block and its ciphertext, with another nonce."""
     _, ciphers = crypto.parse_crypt_info(info)
     if not ciphers:
         return None

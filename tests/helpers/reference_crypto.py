@@ -1,6 +1,6 @@
-"""The encrypted half of the oracle: crypt_info blocks, key derivation and the cipher, through libsodium by ctypes.
+"""The oracle for encryption: crypt_info blocks, key derivation and the cipher, which calls libsodium through ctypes.
 
-As naive as ``reference_format``: every chunk is one call, nothing is cached, and nothing of the package is used.
+It is as naive as ``reference_format``: every chunk is one call, nothing is cached, and no code of the package is used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cipher:
 
 
 def parse_crypt_info(block: bytes) -> tuple[list[Derivation], list[Cipher]]:
-    """The chunks of a block, which is given without its length prefix."""
+    """The chunks of a block without its length prefix."""
     derivations, ciphers = [], []
     cursor = Cursor(block)
     for _ in range(cursor.number("H", "number of chunks")):
@@ -175,5 +175,5 @@ def encrypt(
 
 
 def hashes_hold(file: File, record: Record, **secret: bytes) -> bool:
-    """Whether the stored digests fit, of a record of any file."""
+    """Whether the stored digests of a record match, in any file."""
     return record.hashes_hold(plaintext(record, **secret) if file.has_crypt_info else None)

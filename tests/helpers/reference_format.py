@@ -1,11 +1,11 @@
-"""A second, naive implementation of the file format: the oracle of the tests.
+"""A second, naive implementation of the file format, which tests use as their oracle.
 
-Written from docs/format.md alone, with nothing but the standard library, and deliberately plain: the whole file is one
-``bytes`` object, every field is read by hand, nothing is fast. It shares no code with the package, so the two can only
-agree by both being right.
+It was written from docs/format.md alone, uses only the standard library, and is plain on purpose: the whole file is one
+``bytes`` object, and every field is read by hand. It shares no code with the package, so the two agree only if both are
+right.
 
-``read_file`` turns bytes into a ``File`` with every field of every record. ``write_file`` turns tensors into bytes,
-with the layout of the reference releases by default (so their files can be made again byte for byte) and a knob for
+``read_file`` turns bytes into a ``File`` with every field of every record. ``write_file`` turns tensors into bytes. By
+default, it uses the layout of the reference releases, so their files can be reproduced byte for byte; arguments set
 everything that the format leaves open. ``encode_*`` make single structures, for files that are wrong on purpose.
 """
 
@@ -84,7 +84,7 @@ class Header:
         return self.raw[self.crypt_begin + 8 : self.crypt_end]
 
     def hash_input(self) -> bytes:
-        """The header's part of what both digests cover."""
+        """The part of the header that both digests cover."""
         zeroed = bytearray(self.raw)
         for (_, value), at in zip(self.hashes, self.hash_values_at):
             zeroed[at : at + len(value)] = bytes(len(value))
@@ -110,13 +110,13 @@ class Record:
 
     @property
     def content(self) -> bytes:
-        """The tensor's bytes, of a record that is not encrypted: zeros where no data is stored, surplus cut off."""
+        """The tensor's bytes in a plain record: zeros if no data are stored, and without surplus bytes."""
         if not self.payload:
             return bytes(self.nbytes)
         return self.payload[: self.nbytes]
 
     def hashes_hold(self, plaintext: Optional[bytes] = None) -> bool:
-        """Whether every stored digest fits; ``plaintext`` is needed where the payload is encrypted."""
+        """Whether every stored digest matches; an encrypted payload needs ``plaintext``."""
         data = self.header.hash_input() + (self.payload if plaintext is None else plaintext)
         return all(value == digest(kind, data) for kind, value in self.header.hashes)
 
@@ -177,7 +177,7 @@ def itemsize(stored: str) -> int:
 
 
 def encode_name(path: Path) -> bytes:
-    """The stored form of a path, with the two names repaired that the reference spells in an unreadable way."""
+    """The stored form of a path. Two names that the reference writes in an unreadable form are repaired."""
     if len(path) == 1 and isinstance(path[0], str) and path[0] and not path[0].startswith("\x1e"):
         return path[0].encode("utf-8")
     text = json.dumps(list(path), ensure_ascii=True, separators=(",", ":"))
@@ -213,7 +213,7 @@ def decode_name(stored: bytes) -> Path:
 
 
 class PathRules:
-    """The tree that the paths of one file form; ``add`` raises where a path does not fit in."""
+    """The tree that the paths of one file form; ``add`` raises if a path contradicts it."""
 
     def __init__(self) -> None:
         self.root: dict = {}
@@ -238,7 +238,7 @@ class PathRules:
 
 
 class Cursor:
-    """Takes bytes from the front, and never fewer than asked for."""
+    """Takes bytes from the front, exactly as many as asked for."""
 
     def __init__(self, data: bytes, at: int = 0, end: Optional[int] = None) -> None:
         self.data, self.at, self.end = data, at, len(data) if end is None else end
@@ -382,7 +382,7 @@ def read_header(data: bytes, at: int, wide: bool, with_crypt_info: bool) -> Head
 
 
 def check_against_index(header: Header, entry: Entry) -> None:
-    """The two must tell the same story, apart from the spellings that compatible writers need."""
+    """Compares header and index, which must agree except for the spellings that compatible writers need."""
 
     def differ(what: str, wanted: object, found: object) -> BadFile:
         return BadFile(f"{entry.name!r}: {what}: {wanted!r} in the index, {found!r} in the header")
@@ -401,7 +401,7 @@ def check_against_index(header: Header, entry: Entry) -> None:
 
 @dataclasses.dataclass
 class Tensor:
-    """What a writer is given: ``data`` is None for a tensor without data (from the meta device)."""
+    """A tensor to write: ``data`` is None for a tensor without data (from the meta device)."""
 
     path: Path
     dtype: str
@@ -446,15 +446,16 @@ def write_file(
     """Writes a container that begins at byte ``start`` of its file; the bytes before it are not part of the result.
 
     Args:
-        tensors: In the order of the file.
-        index_nbytes: Length of the metadata block; None for exactly what the entries need.
+        tensors: The tensors in the order of the file.
+        index_nbytes: Length of the metadata block; None for the length of the entries.
         start: Position of the first byte, which all stored offsets include.
         gap: Zeros between the metadata block and the first record.
-        align: From a payload's size to the alignment it gets through header padding.
+        align: Maps the size of a payload to its alignment, which header padding provides.
         version: Data version; None for the lowest possible.
-        flags: Feature flags; None for what belongs to the version.
-        terminator: What follows the last payload.
-        annex: Its sections as (type, flags, body); a digest of the index is added. None: no annex.
+        flags: Feature flags; None for the flags of the version.
+        terminator: The bytes after the last payload.
+        annex: The sections of the annex as (type, flags, body), to which a digest of the index is added; None for no
+            annex.
     """
     chosen_version, chosen_flags = choose_version(tensors)
     version = chosen_version if version is None else version
@@ -492,13 +493,13 @@ def encode_annex(sections: Sequence[tuple[int, int, bytes]], magic: bytes = b"TZ
 
 
 def index_digest(prologue: bytes, index: bytes, sections: Sequence[tuple[int, int, bytes]]) -> bytes:
-    """What section 4 holds: SHA-256 of the prologue but its sizes, the entries, and the sections before it."""
+    """The content of section 4: SHA-256 of the prologue without its sizes, the entries, and the sections before it."""
     covered = prologue[5:41] + prologue[57:] + index + b"".join(encode_section(*section) for section in sections)
     return hashlib.sha256(covered).digest()
 
 
 def read_annex(slack: bytes) -> list[tuple[int, int, bytes]]:
-    """The sections of an annex; an empty list where there is none."""
+    """The sections of an annex; an empty list without an annex."""
     if not slack.startswith(b"TZRANNX1"):
         return []
     (nbytes,) = struct.unpack_from("<I", slack, 8)
@@ -558,10 +559,10 @@ def encode_header(tensor: Tensor, padding: int = 0, crypt_info: Optional[bytes] 
 
 
 def rewrite(file: File, start: int = 0) -> bytes:
-    """The bytes of a plain file, made again from what ``read_file`` found in it.
+    """Writes a plain file again, from the result of ``read_file``.
 
-    Only what the format leaves open is taken over (room of the index, padding, which digests, the spelling of index
-    dtypes); everything else is derived anew. Equal bytes mean that the writer left nothing to chance.
+    It copies only choices that the format leaves open (room of the index, padding, kinds of digests, the spelling of
+    dtypes in the index) and derives everything else. Equal bytes mean that the file has no other freedom.
     """
     names = {CRC32: "crc32", SHA256: "sha256"}
     tensors = [
@@ -580,6 +581,6 @@ def rewrite(file: File, start: int = 0) -> bytes:
     ]
     version, flags = choose_version(tensors)
     if file.version == 4 and version < 4:
-        version = 4  # meta tensors without elements, and meta scalars written as zeros, leave no other trace
+        version = 4  # meta tensors without elements, and meta scalars that were written as zeros, look the same
     annex = [section for section in file.annex if section[0] != 4]
     return write_file(tensors, index_nbytes=file.index_nbytes, start=start, version=version, flags=flags, annex=annex)

@@ -1,7 +1,7 @@
-"""A naive reader of safetensors files, the oracle of the tests: the standard library alone, the whole file in memory.
+"""A naive reader of safetensors files, which tests use as their oracle. It uses only the standard library.
 
-It shares nothing with the package, so the two can only agree by both being right. It is as strict as this project is:
-a name twice, or a number in another spelling, is an error.
+It shares no code with the package, so the two agree only if both are right. It is as strict as the package: a repeated
+name, or a number in another spelling, is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BITS = {
 
 
 class BadFile(ValueError):
-    """The bytes are no safetensors file."""
+    """The bytes are not a safetensors file."""
 
 
 class Tensor(NamedTuple):
@@ -46,7 +46,7 @@ class _Integer(int):
 
 
 def _plain_integer(text):
-    """An integer that counts, or else any number."""
+    """Parses an integer without leading zeros; other numbers stay as they are."""
     return _Integer(text) if text.isdigit() and str(int(text)) == text else float(text)
 
 
@@ -123,7 +123,7 @@ def _payloads(header: dict, data: bytes, begin_of_data: int) -> dict:
 
 
 def build(header, payload: bytes = b"", pad: int = 0) -> bytes:
-    """A file of a header (text, bytes, or what json makes text of) and its payloads."""
+    """A file with a header (text, bytes, or an object to encode as JSON) and its payloads."""
     if isinstance(header, str):
         header = header.encode()
     elif not isinstance(header, bytes):

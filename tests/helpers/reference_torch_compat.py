@@ -1,6 +1,6 @@
-"""Run by the interpreter that has a reference release: ``save FOLDER`` or ``load FOLDER``, and by our own tests.
+"""A program, ``save FOLDER`` or ``load FOLDER``, that runs under a reference release and under this package.
 
-Both sides save the same objects and check what the other has saved.
+Both sides save the same objects, and each checks the files of the other.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python reference_worker.py place FOLDER   loads every *.tensors into a module, and prints JSON
     python reference_worker.py write FOLDER   writes the cases of ``cases()`` and prints JSON
 
-Uses the public interface of the reference alone. The cases are made of bytes that depend on names, so the other side
-can say what must be in them without a pickle.
+It uses only the public interface of the reference. The bytes of the cases depend on names alone, so the other side
+knows the expected content without a pickle.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StatefulNet(Net):
 
 
 def cases(long_dimensions: bool) -> dict:
-    """From a name to what is written: a module, or a state dict."""
+    """Maps names to the objects to write: modules and state dicts."""
     found = {
         "dtypes": {dtype: make(dtype, dtype, (3, 5)) for dtype in DTYPES if hasattr(torch, dtype)},
         "scalars": {dtype: make("s" + dtype, dtype, ()) for dtype in DTYPES if hasattr(torch, dtype)},
@@ -104,7 +104,7 @@ def describe(items) -> list:
 
 
 def attempt(path: Path, **options):
-    """What a release finds in a file, or what it says instead."""
+    """The content that a release reads from a file, or its error."""
     from tensorizer import TensorDeserializer
 
     try:
@@ -127,7 +127,7 @@ def read(folder: Path) -> dict:
 
 
 def place(folder: Path) -> dict:
-    """What each file makes of a module whose parameters were zero, and how many tensors were placed."""
+    """The parameters of a module of zeros after each file was loaded into it, and the number of tensors."""
     from tensorizer import TensorDeserializer
 
     found = {}

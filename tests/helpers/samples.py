@@ -28,11 +28,11 @@ ALL_DTYPES = NUMPY_DTYPES + OPAQUE_DTYPES
 
 
 def fail(count: object) -> int:
-    """Stands for what goes wrong below a file object."""
+    """Fails like the storage below a file object."""
     raise OSError("the cable is cut")
 
 
-# What a file object's ``readinto`` or ``write`` makes of the count that it should answer, and what that has to raise.
+# Wrong results of a file object's ``readinto`` or ``write``, and the errors that must follow.
 WRONG_ANSWERS = {
     "float": (float, TypeError),
     "negative": (lambda n: -1, OSError),
@@ -42,7 +42,7 @@ WRONG_ANSWERS = {
 
 
 def assert_released(views: list) -> None:
-    """Memory that was lent to a file object is out of its reach again."""
+    """Checks that a file object can no longer access the memory that it was given."""
     assert views
     for view in views:
         with pytest.raises(ValueError, match="released"):
@@ -75,12 +75,12 @@ def raw(value: torch.Tensor) -> bytes:
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes: stricter than ``torch.equal``, and NaNs equal themselves."""
+    """Whether dtype, shape and bytes are equal: stricter than ``torch.equal``, but a NaN equals the same NaN."""
     return found.dtype == wanted.dtype and found.shape == wanted.shape and raw(found) == raw(wanted)
 
 
 def assert_same(found, wanted) -> None:
-    """Two mappings, sequences or tensors are equal to the bit; containers are compared as dicts and lists."""
+    """Checks that two mappings, sequences or tensors are equal to the bit. Containers count as dicts and lists."""
     if isinstance(wanted, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
@@ -97,7 +97,7 @@ def assert_same(found, wanted) -> None:
 
 
 def write_state_dict(target, state_dict, **options):
-    """One call, closed; returns the target."""
+    """Writes a state dict with one call and closes the file; returns the target."""
     serializer = TensorSerializer(target, **options)
     serializer.write_state_dict(state_dict)
     serializer.close()
@@ -112,21 +112,21 @@ def write_module(target, module, *, options=None, **flags):
 
 
 def state_dict_bytes(state_dict, **options) -> bytes:
-    """The file that a state dict makes, through memory."""
+    """The bytes of the file of a state dict."""
     stream = KeptBytesIO()
     write_state_dict(stream, state_dict, **options)
     return stream.getvalue()
 
 
 def load(source, **options) -> dict:
-    """Everything in a file, as ``tree()`` gives it."""
+    """Loads everything in a file, as ``tree()`` returns it."""
     options.setdefault("device", "cpu")
     with TensorDeserializer(source, **options) as deserializer:
         return deserializer.tree()
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that says what another one holds, without memory of its own, as quantizing libraries make them."""
+    """A tensor without its own memory that wraps another one, as quantizing libraries make them."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -141,7 +141,7 @@ class Wrapper(torch.Tensor):
 
 
 class Scaled(torch.Tensor):
-    """Integers and a scale for each row, which stand for their products, as tensors of quantizing libraries do."""
+    """Integers and a scale for each row, which represent their products, like tensors of quantizing libraries."""
 
     @staticmethod
     def __new__(cls, codes, scale, context=None):
@@ -174,7 +174,7 @@ class Scaled(torch.Tensor):
 
 
 class KeptBytesIO(io.BytesIO):
-    """Keeps its buffer when the serializer closes it, as callers do who want the bytes."""
+    """Keeps its buffer when the serializer closes it, for callers that want the bytes."""
 
     def close(self) -> None:
         pass
@@ -191,7 +191,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A root parameter, root buffers of both kinds, nested modules, tied weights, one module under two names."""
+    """Has a root parameter, root buffers of both kinds, nested modules, tied weights and a module under two names."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def net(seed: int = 0, width: int = 4) -> Net:
 
 
 def module_names(module: nn.Module, persistent_only: bool = False) -> list:
-    """Stored names in file order, by the rules of docs/format.md: dotted, and a leading dot on the root."""
+    """Stored names in file order, by the rules of docs/format.md: with dots, and a leading dot at the root."""
     names = []
     for path, child in module.named_modules():
         for store in (child._parameters, child._buffers):
@@ -238,5 +238,5 @@ def named_tensor(module: nn.Module, stored_name: str) -> torch.Tensor:
 
 
 def temporary_leftovers(folder: Path, *expected: str) -> list:
-    """Names in a folder besides the expected ones."""
+    """The unexpected names in a folder."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in expected)

@@ -1,4 +1,4 @@
-"""What tests of weight synchronisation share: models, changes of them, a twin of the arithmetic in NumPy."""
+"""Tools for tests of weight synchronisation: models, changes to them, and the same arithmetic in NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, a copy."""
+    """A copy of the bytes of a tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
 
 
@@ -27,7 +27,7 @@ def copy_of(tensors) -> dict:
 
 
 def change(tensor: torch.Tensor, share: float = 0.01, generator=None) -> int:
-    """Changes about a share of the elements, at least one; how many."""
+    """Changes about this share of the elements, at least one; returns the number."""
     data = tensor.detach()
     count = max(1, int(data.numel() * share))
     flat = raw(data).view(-1, data.element_size())
@@ -37,7 +37,7 @@ def change(tensor: torch.Tensor, share: float = 0.01, generator=None) -> int:
     return count
 
 
-# --- the twin ---------------------------------------------------------------------------------------------------------
+# --- the arithmetic in NumPy ------------------------------------------------------------------------------------------
 
 
 def fmix(x):
@@ -65,7 +65,7 @@ def state_of(tensors) -> str:
 
 
 def positions_of(before: torch.Tensor, after: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """Positions and values of what changed."""
+    """Positions and values of the elements that changed."""
     size = before.element_size()
     old, new = (raw(tensor).view(-1, size) for tensor in (before, after))
     numbers = (old != new).any(1).nonzero().reshape(-1).tolist()
@@ -78,7 +78,7 @@ def positions_of(before: torch.Tensor, after: torch.Tensor) -> tuple[bytes, torc
     return text, new[numbers].reshape(-1).view(after.dtype)
 
 
-# --- what lies in a folder --------------------------------------------------------------------------------------------
+# --- the content of a folder ------------------------------------------------------------------------------------------
 
 
 def pointer_of(folder) -> dict:

@@ -1,4 +1,4 @@
-"""Real architectures of a few kilobytes, made from their configurations: nothing is fetched."""
+"""Makes models of a few kilobytes from configurations of real architectures, without downloads."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def tokenizer():
 
 
 def save_language_model(folder: Path, model=None) -> Path:
-    """A local model folder as from_pretrained reads it, with a tokenizer."""
+    """Writes a local model folder with a tokenizer, as from_pretrained reads it."""
     (llama() if model is None else model).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
 def save_stable_diffusion(folder: Path) -> Path:
-    """A Stable Diffusion pipeline folder of the first kind."""
+    """Writes the folder of a Stable Diffusion pipeline of the first version."""
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     torch.manual_seed(0)
     vocabulary = folder / "vocabulary"
@@ -102,7 +102,7 @@ def save_stable_diffusion(folder: Path) -> Path:
 
 
 def mixtral():
-    """A mixture of experts, whose weights transformers 5 keeps fused and files keep apart."""
+    """A mixture of experts. transformers 5 fuses the weights of its experts, which are separate in files."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -138,7 +138,7 @@ def vit():
 
 
 def output_of(model):
-    """What a model says to a fixed input."""
+    """The output of a model for a fixed input."""
     tokens = torch.tensor([[3, 4, 5]], device=model.device)
     with torch.no_grad():
         if model.main_input_name == "pixel_values":
@@ -151,8 +151,8 @@ def output_of(model):
 
 
 def agree(found, wanted) -> bool:
-    """Whether two outputs of equal weights are equal but for rounding: kernels sum in another order where memory begins
-    elsewhere in a cache line, as that of a mapped file does."""
+    """Whether two outputs of equal weights are equal except for rounding. The order in which kernels sum depends on the
+    alignment of memory, which differs in a mapped file."""
     try:
         torch.testing.assert_close(found, wanted)
     except AssertionError:

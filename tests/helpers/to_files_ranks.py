@@ -27,7 +27,7 @@ assert fully_shard
 
 
 def write_together(folder: Path) -> None:
-    """Every rank writes shards, rank 0 the index; an error of one is an error of all, and nothing appears."""
+    """Every rank writes shards, and rank 0 the index. If one rank fails, all raise, and no file appears."""
     tensors = {f"t{i}": samples.tensor((64, 8), torch.float32, i) for i in range(5)}
 
     def work(rank: int) -> None:
@@ -67,7 +67,7 @@ def write_together(folder: Path) -> None:
 
 
 def round_trip(folder: Path) -> None:
-    """What the example of FSDP2 saved becomes a file that the plain model loads, every name placed."""
+    """The checkpoint of the FSDP2 example becomes a file from which the plain model loads every name."""
     sys.path.insert(0, str(EXAMPLES))
     import distributed_checkpoint as example
 

@@ -14,7 +14,7 @@ _Server = TypeVar("_Server", bound="Server")
 
 
 class Server:
-    """Starts on entering, stops on leaving and where it does not start."""
+    """Starts on entering, and stops on leaving or if the start fails."""
 
     def start(self) -> None:
         raise NotImplementedError
@@ -36,7 +36,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*servers: socketserver.BaseServer) -> Iterator[None]:
-    """They answer while the block runs, each on a thread of its own, and are closed then."""
+    """A block in which servers answer, each on its own thread; they are closed at its end."""
     threads = [threading.Thread(target=server.serve_forever, args=(0.05,)) for server in servers]
     for thread in threads:
         thread.start()
@@ -50,12 +50,12 @@ def serving(*servers: socketserver.BaseServer) -> Iterator[None]:
 
 
 def needs(name: str) -> str:
-    """The reason of a skipped test, which conftest.py sums up: ``name`` is one of those below."""
+    """The reason for skipping a test, which conftest.py sums up; ``name`` is a server of the list below."""
     return f"needs {name}, which is not installed"
 
 
 def missing_servers() -> list[str]:
-    """Those that are not installed, so that tests which need them are skipped."""
+    """The servers that are not installed. Tests that need them are skipped."""
     from servers import nginx
     from servers.redis_server import redis_is_installed
     from servers.s3_server import s3_is_installed

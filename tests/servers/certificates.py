@@ -14,7 +14,7 @@ _SIGNS = "keyUsage=critical,keyCertSign,cRLSign"  # Python 3.13 and later insist
 class Certificates(NamedTuple):
     """Paths of PEM files."""
 
-    authority: Path  # trust this
+    authority: Path  # clients trust this one
     chain: Path  # the server's certificate, signed by the authority
     key: Path
     self_signed: Path  # a server's certificate that nobody signed but its own key

@@ -15,11 +15,11 @@ _REQUEST = re.compile(rb"^(GET|HEAD|PUT|POST|DELETE) \S+ HTTP/1\.1\r$", re.MULTI
 
 
 class CountingRelay(Server):
-    """Bytes go on to ``target_port``.
+    """Passes all bytes on to ``target_port``.
 
     Attributes:
-        port: Where it listens.
-        requests: The methods of what came, in order; bodies must not look like requests.
+        port: The port on which it listens.
+        requests: The methods of the requests, in order; bodies must not look like requests.
     """
 
     def __init__(self, target_port: int) -> None:

@@ -41,7 +41,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve_folder(folder: Path, tells_version: bool = False) -> Iterator[str]:
-    """The address of a server of ``folder`` that runs while the block does; it may tell the version of each file."""
+    """A block in which a server serves ``folder``; gives its address. The server can send the version of each file."""
     kind = type("Handler", (_Handler,), {"tells_version": tells_version})
     handler = functools.partial(kind, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

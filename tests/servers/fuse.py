@@ -1,4 +1,4 @@
-"""A folder that a program serves (FUSE), by the protocol of the kernel: a file system that is not local."""
+"""A file system that is not local: this program serves a folder by the kernel's protocol (FUSE)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STATFS_ANSWER = struct.pack("<5Q4I6I", *[1 << 20] * 5, 4096, 255, 4096, 0, *[0]
 
 @dataclasses.dataclass(frozen=True)
 class MountRules:
-    """What the file system can do beside reading and writing."""
+    """The abilities of the file system beside reading and writing."""
 
     renames: bool = True
-    any_order: bool = True  # else bytes come from front to back, and a file is stored when it is closed
+    any_order: bool = True  # otherwise bytes must be written in order, and a file is stored when it is closed
     modes: bool = True
     removes: bool = True
     failing_sync: int = 0  # its number, from 1 on
@@ -214,7 +214,7 @@ def _text(body: bytes) -> str:
 
 @contextlib.contextmanager
 def fuse_folder(path: Path, rules: MountRules = MountRules()) -> Iterator[None]:
-    """Mounts it at `path`, which has to be there; it is empty.
+    """Mounts an empty folder at `path`, which must exist.
 
     Raises:
         OSError: The kernel has no FUSE, or mounting is not allowed.

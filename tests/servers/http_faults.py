@@ -1,8 +1,8 @@
-"""An HTTP server that misbehaves exactly as it is told.
+"""An HTTP server that misbehaves exactly as a test tells it to.
 
 Every request takes the next :class:`Reply` of ``server.script``, or ``server.default`` once the script is used up, so
-a test reads as the sequence of what happens on the network. The server is plain sockets and threads: nothing below it
-repairs a wrong length or a broken body. All its threads end with :meth:`FaultyServer.close`.
+a test reads as the sequence of events on the network. The server uses plain sockets and threads: no library repairs a
+wrong length or a broken body. All its threads end with :meth:`FaultyServer.close`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _REASONS = {200: "OK", 206: "Partial Content", 302: "Found", 404: "Not Found", 4
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """How one request is answered; without arguments, correctly.
+    """The answer to one request; without arguments, a correct one.
 
     Attributes:
-        status: This status and an empty body, in place of the content.
-        headers: Further headers, over the right ones of the same name; ``None`` leaves one out.
-        body: In place of the bytes that were asked for.
-        drop: End the connection without a word.
-        reset: End it with a TCP reset; after ``cut_after`` bytes where that is given.
-        delay: Seconds before the answer.
+        status: Send this status and an empty body instead of the content.
+        headers: Send these headers, which replace the right ones of the same name; ``None`` leaves one out.
+        body: Send this instead of the requested bytes.
+        drop: End the connection without an answer.
+        reset: End it with a TCP reset, after ``cut_after`` bytes if that is given.
+        delay: Wait so many seconds before the answer.
         cut_after: End the connection after so many bytes of the body.
         stall_after: Send nothing more after so many bytes of the body, and keep the connection.
-        trickle: Seconds between bytes of the body that are sent one by one.
-        surplus: Bytes sent behind the body.
+        trickle: Send the bytes of the body one by one, with so many seconds between them.
+        surplus: Send these bytes behind the body.
         ignore_range: Answer 200 with everything.
         chunked: Send the body in chunks, without a length.
         no_length: Send no length; the end of the connection ends the body.
@@ -69,7 +69,7 @@ GOOD = Reply()
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a client sent; header names in lower case."""
+    """A request of a client, with header names in lower case."""
 
     method: str
     target: str
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def range(self) -> Optional[tuple[int, Optional[int]]]:
-        """First and last byte that were asked for."""
+        """The first and the last requested byte."""
         match = _RANGE.fullmatch(self.headers.get("range", ""))
         return (int(match[1]), int(match[2]) if match[2] else None) if match else None
 
@@ -89,20 +89,20 @@ class _ConnectionOver(Exception):
 
 
 class FaultyServer:
-    """Serves one object, ``content``, under every path; stores what is PUT. A context manager.
+    """Serves one object, ``content``, under every path, and stores the bodies of PUT requests. A context manager.
 
     Args:
-        content: The object; may be replaced between requests.
+        content: The object. A test may replace it between requests.
         script: Replies to the first requests; callables get the :class:`Request`.
-        default: Reply to every further one.
-        etag: Of the object; ``None`` sends none. ``"auto"`` follows the content.
-        last_modified: Likewise.
+        default: The reply to every further request.
+        etag: ETag of the object; ``None`` sends none. ``"auto"`` derives it from the content.
+        last_modified: Last-Modified header of the object; ``None`` sends none.
         tls: A server-side context for HTTPS.
-        port: To listen on; 0 takes a free one.
+        port: The port to listen on; 0 takes a free one.
 
     Attributes:
         cut_handshakes: So many of the next TLS handshakes end after the client's first message.
-        resumed: Of each TLS connection, whether it resumed an earlier session.
+        resumed: For each TLS connection, whether it resumed an earlier session.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class FaultyServer:
             assert not thread.is_alive(), "a thread of the test server hangs"
 
     def open_connections(self) -> int:
-        """Connections that neither side has ended."""
+        """The number of connections that neither side has ended."""
         with self._lock:
             return len(self._open)
 

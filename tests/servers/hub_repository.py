@@ -1,4 +1,4 @@
-"""A hub of one repository on loopback, as huggingface_hub talks to it; large files are redirected to another host."""
+"""A hub with one repository on loopback, for huggingface_hub; it redirects large files to another host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "hf_loopback_token"
 
 
 class Request(NamedTuple):
-    """What was asked."""
+    """One request."""
 
     host: str  # "hub" or "storage"
     method: str
@@ -27,12 +27,12 @@ class Request(NamedTuple):
 
 
 class Hub:
-    """Commits of ``org/tiny``: from the name of a commit to the folder of its files.
+    """The commits of ``org/tiny``: maps the name of a commit to the folder of its files.
 
     Attributes:
         main: The commit of the main branch.
-        moves_to: Where the main branch goes once somebody has asked for it; ``None``: it stays.
-        requests: What was asked of both hosts.
+        moves_to: The commit to which the main branch moves after the first request for it; ``None`` if it stays.
+        requests: The requests to both hosts.
     """
 
     def __init__(self, commits: dict[str, Path], main: str) -> None:
@@ -62,7 +62,7 @@ def serve_hub(commits: dict[str, Path], main: str) -> Iterator[Hub]:
 
 
 def _entry(path: Path, folder: Path) -> dict:
-    """What the hub says of a file in the tree of a commit."""
+    """The hub's entry for a file in the tree of a commit."""
     digest, nbytes = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size
     entry = {"type": "file", "oid": digest, "size": nbytes, "path": path.relative_to(folder).as_posix()}
     return {**entry, "lfs": {"oid": digest, "size": nbytes, "pointerSize": 100}} if path.name.endswith(LARGE) else entry

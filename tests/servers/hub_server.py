@@ -1,4 +1,4 @@
-"""As much of the Hugging Face hub's interface as reading files of one repository takes, on loopback."""
+"""The part of the Hugging Face hub's interface that reading files of one repository needs, on loopback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HubServer(Server):
     Attributes:
         endpoint: For ``HF_ENDPOINT``.
         files: Content by path, all of them large files: the hub states their SHA-256.
-        tokens: What came as ``Authorization``.
+        tokens: The ``Authorization`` headers of the requests.
     """
 
     def __init__(self, repository: str, files: dict[str, bytes]) -> None:

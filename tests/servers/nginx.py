@@ -30,9 +30,9 @@ def nginx(
     """Serves ``root``; yields the URL without a final slash.
 
     Args:
-        work: An empty folder for its own files.
-        root: The folder that is served.
-        tls: Serve HTTPS with these.
+        work: An empty folder for nginx's own files.
+        root: The folder that nginx serves.
+        tls: The certificates with which nginx serves HTTPS.
         http2: Offer HTTP/2 over TLS.
         server_lines: Further directives of the server block.
     """

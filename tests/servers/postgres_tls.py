@@ -1,4 +1,4 @@
-"""A server that speaks as much of PostgreSQL's protocol as a client needs to connect over TLS and to leave."""
+"""A server with the part of PostgreSQL's protocol that a client needs to connect over TLS and to disconnect."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def postgres_over_tls(context: ssl.SSLContext) -> Iterator[int]:
-    """The port on 127.0.0.1 of a server that runs while the block does."""
+    """A block in which a server runs; gives its port on 127.0.0.1."""
     server = _Server(("127.0.0.1", 0), _Session)
     server.context = context
     with serving(server):

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens."""
+    """Whether a server answers."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -43,10 +43,10 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 class RedisServer(Server):
-    """Stops by process id; keeps nothing on disk.
+    """Is stopped by process id, and stores nothing on disk.
 
     Args:
-        password: What clients must give; ``None`` for none.
+        password: The password that clients must send; ``None`` for none.
         tls: Serve TLS only, with a fresh self-signed certificate (``certificate``).
         options: Further command-line options without their dashes, for example ``{"maxmemory": "10mb"}``.
     """

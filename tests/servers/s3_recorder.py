@@ -1,6 +1,6 @@
 """A small object store on loopback that records its requests and checks their signatures as botocore computes them.
 
-For what the real store of ``s3_server.py`` does not have: checksums, sessions, versions, answers that refuse.
+It has features that the real store of ``s3_server.py`` lacks: checksums, sessions, versions, errors on demand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWN_QUERY = ("X-Amz-Signature",)
 
 
 class RecordedRequest(NamedTuple):
-    """One request as it came."""
+    """One request."""
 
     method: str
     path: str
@@ -35,7 +35,7 @@ class RecordedRequest(NamedTuple):
 
     @property
     def operation(self) -> str:
-        """Which call of the S3 interface it is."""
+        """The call of the S3 interface."""
         if "session" in self.query:
             return "CreateSession"
         if "uploads" in self.query:
@@ -49,27 +49,27 @@ class RecordedRequest(NamedTuple):
 
 
 class S3Recorder(Server):
-    """Keeps every request, and answers it. Serves as a proxy too: hosts in the requests count for nothing.
+    """Answers and keeps every request. It also works as a proxy, because it ignores the hosts in requests.
 
     Args:
         tls: A server-side context for HTTPS.
 
     Attributes:
-        requests: What came, in order.
-        objects: Content by path.
+        requests: The requests, in order.
+        objects: Content of the objects, by path.
         open_uploads: Parts of unfinished uploads, by id.
-        whole_etags: Tags of objects that came in parts, by path.
-        refuse: From an operation to the status and code that answer requests of it that carry a checksum.
-        refuse_all: The same for any request of the operation.
-        fail_once: The same, once, for any request of the operation.
-        lose_answer_once: Operations that are done, once, and answered with status 500.
-        knows_conditions: Whether writes on conditions are done; where not, they are answered with status 501.
-        echoes_checksums: Whether the answer to a new upload says that its parts are compared.
-        hold_parts: So many parts at a time are waited for before one is answered (30 s at most).
-        most_parts: So many parts were on their way at the same time.
-        hold_reads: So many reads of ``.tensors`` objects at a time are waited for before one is answered, likewise.
-        most_reads: So many of them were on their way at the same time.
-        bad_signatures: Paths of presigned requests whose signature is not botocore's.
+        whole_etags: ETags of objects that were uploaded in parts, by path.
+        refuse: Maps an operation to the status and code with which its requests with a checksum are answered.
+        refuse_all: The same for all requests of the operation.
+        fail_once: The same for the next request of the operation.
+        lose_answer_once: Operations whose next request is executed, but answered with status 500.
+        knows_conditions: Whether conditional writes are supported; if not, they are answered with status 501.
+        echoes_checksums: Whether the answer to a new upload announces that parts are compared.
+        hold_parts: The first answer to a part waits until so many parts are on their way (30 s at most).
+        most_parts: The highest number of parts that were on their way at the same time.
+        hold_reads: The same as `hold_parts`, for reads of ``.tensors`` objects.
+        most_reads: The same as `most_parts`, for reads of ``.tensors`` objects.
+        bad_signatures: Paths of presigned requests whose signature differs from botocore's.
     """
 
     access_key, secret_key = "AKIDRECORDER", "recorder/secret"
@@ -128,7 +128,7 @@ class S3Recorder(Server):
         }
 
     def of(self, operation: str) -> list[RecordedRequest]:
-        """The requests of one operation."""
+        """All requests of one operation."""
         return [request for request in self.requests if request.operation == operation]
 
     # -- answers -----------------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ def s3_is_installed() -> bool:
 
 
 def five_free_ports() -> int:
-    """The first of five ports in a row that nobody listens at."""
+    """The first of five consecutive free ports."""
     for _ in range(1000):
-        base = random.SystemRandom().randrange(10_000, 30_000)  # below the ports that systems hand out
+        base = random.SystemRandom().randrange(10_000, 30_000)  # below the ports that systems assign
         probes = [socket.socket() for _ in range(5)]
         try:
             for i, probe in enumerate(probes):
@@ -42,12 +42,12 @@ def five_free_ports() -> int:
 
 
 class S3Server(Server):
-    """Stops by process id.
+    """Is stopped by process id.
 
     Attributes:
         endpoint: ``http://127.0.0.1:port``.
-        access_key: Of the one user.
-        secret_key: Of the one user.
+        access_key: The key of the only user.
+        secret_key: The secret of the only user.
     """
 
     access_key = "test:tester"
@@ -93,7 +93,7 @@ class S3Server(Server):
             try:
                 self._start()
                 return
-            except subprocess.CalledProcessError:  # somebody else took one of the ports in between
+            except subprocess.CalledProcessError:  # another program took one of the ports in between
                 self.stop()
                 self.port = five_free_ports()
                 self.endpoint = f"http://127.0.0.1:{self.port}"
@@ -103,13 +103,13 @@ class S3Server(Server):
     def _start(self) -> None:
         with (self.folder / "script.log").open("wb") as log:
             command = ["bash", str(SCRIPT), "start", str(self.folder), str(self.port)]
-            # The servers run on the system's Python, which settings for this one would mislead.
+            # The servers run on the system's Python, so they must not see variables for this one.
             own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
             subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=300, env=own)
         self._await_answers()
 
     def _await_answers(self) -> None:
-        """The front end answers before the servers behind it do: it says 503 until then."""
+        """Waits until all servers answer: the front end sends 503 until the servers behind it do."""
         from botocore.exceptions import ClientError
 
         deadline = time.monotonic() + 60

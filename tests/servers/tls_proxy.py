@@ -1,4 +1,4 @@
-"""A proxy that is itself reached over TLS and opens tunnels to loopback."""
+"""A proxy to which clients connect over TLS, and which opens tunnels to loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import serving
 
 
 def _copy(one: ssl.SSLSocket, other: socket.socket) -> None:
-    """Bytes both ways until one side ends."""
+    """Copies bytes both ways until one side ends."""
     peers = {one: other, other: one}
     with selectors.DefaultSelector() as selector:
         for side in peers:
@@ -56,7 +56,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def tls_proxy(context: ssl.SSLContext) -> Iterator[str]:
-    """The ``https://`` address of a proxy that runs while the block does."""
+    """A block in which a proxy runs; gives its ``https://`` address."""
     server = _Server(("127.0.0.1", 0), _Tunnel)
     server.context = context
     with serving(server):
