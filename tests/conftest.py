@@ -18,11 +18,15 @@ import pytest
 import torch
 from fork_server import ForkServer
 from servers import missing_servers, needs
+from servers.s3_server import S3Server, s3_is_installed
 
 REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "s3_server" in item.fixturenames and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("every source"))  # which starts the server anyway
     if torch.cuda.is_available() or os.environ.get("TENSORIZER_REQUIRE_GPU") == "1":
         return
     skip = pytest.mark.skip(reason="no CUDA device")
@@ -263,6 +267,16 @@ def pytest_report_teststatus(report):
 def pytest_terminal_summary(terminalreporter):
     for name in missing_servers():
         terminalreporter.write_line(f"left out: tests with {name} (not installed)")
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A real object store, which starts once per process of tests. Each test file has its own bucket in it."""
+    pytest.importorskip("boto3")
+    if not s3_is_installed():
+        pytest.skip(needs("OpenStack Swift"))
+    with S3Server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import tiny_models
 import torch
 import transformers
 from paths import EXAMPLES
-from servers import needs, s3_server
 
 import tensorizer
 import tensorizer.torch
@@ -133,16 +132,13 @@ def test_the_functions_of_1_0_take_every_way_to_name_the_classes(tmp_path, class
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory):
+def bucket(s3_server):
     """A bucket of a real object store on loopback, as environment variables of the example."""
-    pytest.importorskip("boto3", reason="boto3 is not installed")
-    if not s3_server.s3_is_installed():
-        pytest.skip(needs("OpenStack Swift"))
-    with s3_server.S3Server() as server, pytest.MonkeyPatch.context() as environment:
-        server.client().create_bucket(Bucket="models")
-        environment.setenv("S3_ACCESS_KEY_ID", server.access_key)
-        environment.setenv("S3_SECRET_ACCESS_KEY", server.secret_key)
-        environment.setenv("S3_ENDPOINT_URL", server.endpoint)
+    with pytest.MonkeyPatch.context() as environment:
+        s3_server.client().create_bucket(Bucket="models")
+        environment.setenv("S3_ACCESS_KEY_ID", s3_server.access_key)
+        environment.setenv("S3_SECRET_ACCESS_KEY", s3_server.secret_key)
+        environment.setenv("S3_ENDPOINT_URL", s3_server.endpoint)
         yield "s3://models"
 
 

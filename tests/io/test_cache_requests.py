@@ -12,8 +12,8 @@ import cache_tools
 import pytest
 import torch
 from cache_tools import MIB, entries, files_below, load, load_one, same, sent, tensors, write
+from servers.counting_relay import CountingRelay
 from servers.http_faults import FaultyServer, Reply
-from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import TensorDeserializer, cache
 from tensorizer._io.node_cache import finish
@@ -296,31 +296,30 @@ def test_a_date_and_a_size_are_a_version_where_the_date_is_old(tmp_path, folder)
         assert "if-none-match" not in server.requests[-1].headers
 
 
-@pytest.mark.skipif(not s3_is_installed(), reason="the S3 server of the tests is not installed")
-def test_s3_objects_are_asked_for_once_with_a_condition(tmp_path, folder):
+def test_s3_objects_are_asked_for_once_with_a_condition(tmp_path, folder, s3_server):
     wanted = write(tmp_path / "m.tensors", tensors())
-    with S3Server() as server:
-        client = server.client()
-        client.create_bucket(Bucket="models")
-        client.upload_file(str(tmp_path / "m.tensors"), "models", "m.tensors")
-        uri = "s3://models/m.tensors"
+    client = s3_server.client()
+    client.create_bucket(Bucket="cached")
+    client.upload_file(str(tmp_path / "m.tensors"), "cached", "m.tensors")
+    uri = "s3://cached/m.tensors"
+    with CountingRelay(s3_server.port) as relay:
+        through = {**s3_server.arguments, "s3_endpoint": f"http://127.0.0.1:{relay.port}"}
 
         def load_s3(**options):
-            arguments = {**server.arguments, **options}
-            with TensorDeserializer(uri, device="cpu", stream_options=arguments) as file:
+            with TensorDeserializer(uri, device="cpu", stream_options={**through, **options}) as file:
                 assert same({name: t.detach() for name, t in file.items()}, wanted)
                 return file
 
         load_s3(cache=folder)
         finish()
-        with open_stream(uri, cache=folder, **server.arguments) as stream:
+        with open_stream(uri, cache=folder, **through) as stream:
             assert stream._shared.http.is_known
             assert stream.read() == (tmp_path / "m.tensors").read_bytes()
             assert stream._shared.http.requests == 1
         about = json.loads((entries(folder)[0] / "about.json").read_text())
-        assert about["location"] == f"s3://127.0.0.1:{server.port}/models/m.tensors"
+        assert about["location"] == f"s3://127.0.0.1:{relay.port}/cached/m.tensors"
         assert "Signature" not in "".join(map(str, about.values()))
-    file = load_s3(cache=CacheOptions(folder, offline=True))
+    file = load_s3(cache=CacheOptions(folder, offline=True))  # nobody listens at that port any more
     assert file.cached_bytes_read >= 12 * MIB
 
 

@@ -21,7 +21,7 @@ from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer
 from servers.redis_server import RedisServer, redis_is_installed
-from servers.s3_server import S3Server, s3_is_installed
+from servers.s3_server import S3Server
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TruncatedError
@@ -109,13 +109,9 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def s3_server() -> Iterator[S3Server]:
-    pytest.importorskip("boto3")
-    if not s3_is_installed():
-        pytest.skip(needs("OpenStack Swift"))
-    with S3Server() as server:
-        server.client().create_bucket(Bucket="every")
-        yield server
+def bucket(s3_server: S3Server) -> S3Server:
+    s3_server.client().create_bucket(Bucket="every")
+    return s3_server
 
 
 @pytest.fixture
@@ -134,7 +130,7 @@ def put(request: Any, tmp_path: Any) -> Iterator[Put]:
 
         yield put_into_redis
     elif kind == "s3":
-        server = request.getfixturevalue("s3_server")
+        server = request.getfixturevalue("bucket")
 
         def put_into_s3(content: bytes) -> Callable[..., TensorDeserializer]:
             server.client().put_object(Bucket="every", Key="model", Body=content)
@@ -259,7 +255,7 @@ def missing(kind: str, request: Any) -> Callable[..., TensorDeserializer]:
     if kind == "redis":
         return partial(TensorDeserializer, request.getfixturevalue("redis_server").uri("nobody"))
     if kind == "s3":
-        options = dict(request.getfixturevalue("s3_server").arguments)
+        options = dict(request.getfixturevalue("bucket").arguments)
         return partial(TensorDeserializer, "s3://every/nothing", stream_options=options)
     if kind == "fsspec":
         pytest.importorskip("fsspec")

@@ -10,10 +10,8 @@ import sys
 
 import pytest
 import torch
-from servers import needs
 from servers.counting_relay import CountingRelay
 from servers.hub_server import HubServer
-from servers.s3_server import S3Server, s3_is_installed
 
 import tensorizer
 from tensorizer._system.redaction import shown_location
@@ -140,8 +138,7 @@ def test_every_function_works_over_the_hub(folder):
     assert "hf_secret" not in result.stdout + result.stderr
 
 
-@pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
-def test_inspect_of_thirty_thousand_tensors_in_a_bucket_costs_two_requests(tmp_path, monkeypatch):
+def test_inspect_of_thirty_thousand_tensors_in_a_bucket_costs_two_requests(tmp_path, monkeypatch, s3_server):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -152,18 +149,17 @@ def test_inspect_of_thirty_thousand_tensors_in_a_bucket_costs_two_requests(tmp_p
     (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(count))
     with tensorizer.TensorSerializer(tmp_path / "m.tensors", hashes=()) as serializer:
         serializer.write_state_dict({f"layers.{i}.weight": shared[:0] for i in range(count)})
-    with S3Server() as server:
-        client = server.client()
-        client.create_bucket(Bucket="bucket")
+    client = s3_server.client()
+    client.create_bucket(Bucket="remote")
+    for name in ("m.safetensors", "m.tensors"):
+        client.upload_file(str(tmp_path / name), "remote", name)
+    with CountingRelay(s3_server.port) as relay:
+        options = {**s3_server.arguments, "s3_endpoint": f"http://127.0.0.1:{relay.port}"}
         for name in ("m.safetensors", "m.tensors"):
-            client.upload_file(str(tmp_path / name), "bucket", name)
-        with CountingRelay(server.port) as relay:
-            options = {**server.arguments, "s3_endpoint": f"http://127.0.0.1:{relay.port}"}
-            for name in ("m.safetensors", "m.tensors"):
-                relay.requests.clear()
-                info = tensorizer.inspect(f"s3://bucket/{name}", stream_options=options)
-                assert len(info.tensors) == count
-                assert relay.requests == ["GET", "GET"], name
+            relay.requests.clear()
+            info = tensorizer.inspect(f"s3://remote/{name}", stream_options=options)
+            assert len(info.tensors) == count
+            assert relay.requests == ["GET", "GET"], name
 
 
 def test_places_of_models_are_called_by_their_address_without_its_secrets():

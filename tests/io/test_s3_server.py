@@ -21,7 +21,7 @@ from samples import assert_same, tensor
 from servers import needs
 from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import free_port
-from servers.s3_server import S3Server, s3_is_installed
+from servers.s3_server import s3_is_installed
 
 from tensorizer import TensorDeserializer, TensorSerializer, stream_io
 from tensorizer.errors import StreamError, StreamNotFoundError
@@ -35,14 +35,13 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def store():
-    with S3Server() as server:
-        client = server.client()
-        client.create_bucket(Bucket="bucket")
-        client.create_bucket(Bucket="public")
-        client.put_bucket_acl(Bucket="public", ACL="public-read")
-        server.boto = client
-        yield server
+def store(s3_server):
+    client = s3_server.client()
+    client.create_bucket(Bucket="bucket")
+    client.create_bucket(Bucket="public")
+    client.put_bucket_acl(Bucket="public", ACL="public-read")
+    s3_server.boto = client
+    return s3_server
 
 
 @pytest.fixture(autouse=True)

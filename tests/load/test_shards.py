@@ -16,7 +16,6 @@ import torch
 from samples import same, tensor
 from servers import needs
 from servers.nginx import PROGRAM, nginx
-from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, save_file
 from tensorizer._io import model_files
@@ -302,24 +301,22 @@ def test_a_missing_shard_on_a_server_is_not_found(folder, served):
         TensorDeserializer(f"{served}/model/", device="cpu")
 
 
-@pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
-def test_a_prefix_of_a_bucket_loads_like_a_folder(folder):
-    with S3Server() as server:
-        client = server.client()
-        client.create_bucket(Bucket="models")
-        for file in folder.iterdir():
-            client.upload_file(str(file), "models", f"org/model/{file.name}")
-        for source in (
-            "s3://models/org/model/",
-            "s3://models/org/model",
-            "s3://models/org/model/model.safetensors.index.json",
-        ):
-            with TensorDeserializer(source, device="cpu", stream_options=server.arguments) as found:
-                assert_is_all(found)
-        client.delete_object(Bucket="models", Key=f"org/model/{sorted(folder.iterdir())[0].name}")
-        index = "s3://models/org/model/model.safetensors.index.json"
-        with pytest.raises(FileNotFoundError, match=re.escape(f"{index}: its shard")):
-            TensorDeserializer("s3://models/org/model", device="cpu", stream_options=server.arguments)
+def test_a_prefix_of_a_bucket_loads_like_a_folder(folder, s3_server):
+    client = s3_server.client()
+    client.create_bucket(Bucket="shards")
+    for file in folder.iterdir():
+        client.upload_file(str(file), "shards", f"org/model/{file.name}")
+    for source in (
+        "s3://shards/org/model/",
+        "s3://shards/org/model",
+        "s3://shards/org/model/model.safetensors.index.json",
+    ):
+        with TensorDeserializer(source, device="cpu", stream_options=s3_server.arguments) as found:
+            assert_is_all(found)
+    client.delete_object(Bucket="shards", Key=f"org/model/{sorted(folder.iterdir())[0].name}")
+    index = "s3://shards/org/model/model.safetensors.index.json"
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{index}: its shard")):
+        TensorDeserializer("s3://shards/org/model", device="cpu", stream_options=s3_server.arguments)
 
 
 def test_a_tensor_below_one_of_another_shard_is_refused_in_either_order(tmp_path):
