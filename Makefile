@@ -105,7 +105,7 @@ $(TOOLS)/stamp: requirements/packaging.txt | system-build
 
 # Without names, every Python that is here (PYTHONS='3.11 3.13').
 PYTHONS ?=
-NOX = TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/nox --reuse-existing-virtualenvs --no-error-on-missing-interpreters $(if $(PYTHONS),--python $(PYTHONS))
+NOX = TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/nox --noxfile scripts/noxfile.py --reuse-existing-virtualenvs --no-error-on-missing-interpreters $(if $(PYTHONS),--python $(PYTHONS))
 .PHONY: wheel wheels wheels-again wheel-test rehearse matrix
 wheel: system-wheels $(VENV)/stamp-torch $(TOOLS)/stamp  ## a wheel that needs no library, for this Python, in dist/
 	$(TOOLS)/bin/python scripts/packaging/build_wheel.py --out dist --jobs $(JOBS) $(BIN)/python

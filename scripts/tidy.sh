@@ -18,7 +18,7 @@ fi
 cmake -S tests/native -B $build -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
   -DTENSORIZER_SANITIZE=address,undefined -DTENSORIZER_BY_FOLDER=$together -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
 # Everything a verdict depends on but the file itself.
-common=$without$($tidy --version)$(cat .clang-tidy $build/compile_commands.json $(find csrc -name '*.h' | sort) | sha256sum)
+common=$without$($tidy --version)$(cat csrc/.clang-tidy $build/compile_commands.json $(find csrc -name '*.h' | sort) | sha256sum)
 
 check() {
   local file=$1 mark errors
@@ -26,7 +26,7 @@ check() {
     | sha256sum | cut -c1-32)
   [ -e "$mark" ] && return
   errors=$(mktemp)
-  if ! $tidy --quiet $without -p $build "$file" 2>"$errors"; then
+  if ! $tidy --quiet --config-file=csrc/.clang-tidy $without -p $build "$file" 2>"$errors"; then
     grep -v 'warnings generated' "$errors" >&2 || true
     rm -f "$errors"
     echo "clang-tidy: $file" >&2

@@ -275,7 +275,7 @@ def test_the_module_tells_the_versions_of_all_libraries_that_the_lock_file_names
 def noxfile():
     if importlib.util.find_spec("nox") is None:
         pytest.skip("no nox")
-    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "scripts" / "noxfile.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))

@@ -244,7 +244,13 @@ def test_the_copy_button_takes_commands_without_their_prompts(site, browser, tmp
 
 
 def test_every_page_is_in_one_of_six_tabs_of_at_most_ten_entries():
-    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0].splitlines()
+    nav = (
+        (ROOT / "scripts" / "site" / "mkdocs.yml")
+        .read_text()
+        .partition("\nnav:\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     tabs = [line for line in nav if line.startswith("  - ")]
     assert tabs == [f"  - {name}:" for name in ("Start", "Serve", "Train", "Store", "Secure", "Reference")]
     begins = [nav.index(tab) for tab in tabs] + [len(nav)]

@@ -11,11 +11,12 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements"
 sys.path.insert(0, str(ROOT / "scripts" / "packaging"))
 
 nox.options.default_venv_backend = "venv"
+nox.options.envdir = str(ROOT / ".nox")
 
 PINNED = (REQUIREMENTS / "constraints.txt").read_text().strip().partition("==")[2]  # the torch of the developers
 # From each Python to releases of torch: the first one, 2.1 or later, with wheels for it, two between, the newest one.
@@ -103,7 +104,8 @@ def wheel(session: nox.Session) -> None:
     install_torch(session, torch)
     tools = ROOT / ".cache" / "packaging" / "tools" / "bin" / "python"
     python = str(Path(session.bin) / "python")
-    session.run(str(tools), str(ROOT / "scripts/packaging/build_wheel.py"), *session.posargs, python, external=True)
+    with session.chdir(ROOT):
+        session.run(str(tools), "scripts/packaging/build_wheel.py", *session.posargs, python, external=True)
 
 
 @nox.session(python=list(TORCH))
@@ -138,5 +140,7 @@ def matrix(session: nox.Session, torch: str) -> None:
         session.install("--no-index", "--no-deps", "--pre", "--find-links", str(ROOT / "dist"), "tensorizer")
         run_suite(session, "-m", "not slow", *arguments)
     else:
-        session.install("--no-build-isolation", "--no-deps", "--editable", ".")
-        session.run("python", "-m", "pytest", "-q", "-m", "not slow", "-n", "auto", "--dist", "loadgroup", *arguments)
+        session.install("--no-build-isolation", "--no-deps", "--editable", str(ROOT))
+        tests = ["-q", "-m", "not slow", "-n", "auto", "--dist", "loadgroup"]
+        with session.chdir(ROOT):
+            session.run("python", "-m", "pytest", *tests, *arguments)
