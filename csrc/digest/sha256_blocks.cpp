@@ -256,6 +256,8 @@ TENSORIZER_SHA2 void sha_unit_absorb_pair(uint32_t* state_a, const std::byte* da
 
 #else  // other processors: OpenSSL has their kernels
 
+#include "digest/sha256_kernels.h"
+
 namespace tensorizer::digest {
 
 bool sha_unit_supported() noexcept { return false; }

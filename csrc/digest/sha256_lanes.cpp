@@ -218,6 +218,8 @@ TARGET void sha_absorb_8(const BlockRun* runs, size_t count, size_t nblocks) noe
 
 #else  // other processors have no such kernel
 
+#include "digest/sha256_kernels.h"
+
 namespace tensorizer::digest {
 
 bool sha_lanes_supported() noexcept { return false; }

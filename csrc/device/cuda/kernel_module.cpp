@@ -293,7 +293,7 @@ class SelfTest {
     uint32_t verdict = kVerdictMissing;
     for (uint32_t segment = 0; segment < 2; ++segment) {
       SerialBlock block(segment);
-      OpenShared shared;
+      OpenShared shared{};
       open_kernel(block, shared, &genuine, kChunkOf, partial, &verdict);
     }
     for (size_t i = 0; i < kTestChunks; ++i) {
