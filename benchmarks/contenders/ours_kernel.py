@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from benchmarks.contender import Contender, State
 from benchmarks.contenders.ours import Ours
 
-KERNELS = ("avx512ifma", "avx512", "avx2")  # libsodium's is OursLibsodium
+# Of this processor; libsodium's is OursLibsodium.
+KERNELS = ("neon",) if platform.machine() == "aarch64" else ("avx512ifma", "avx512", "avx2")
 
 
 class OursKernel(Contender):

@@ -137,6 +137,8 @@ std::vector<std::pair<std::string, SalsaXor>> keystreams() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2")) all.emplace_back("avx2", &salsa20_xor_avx2);
   if (__builtin_cpu_supports("avx512f")) all.emplace_back("avx512", &salsa20_xor_avx512);
+#elif defined(__aarch64__)
+  all.emplace_back("neon", &salsa20_xor_neon);
 #endif
   return all;
 }
@@ -165,6 +167,8 @@ std::vector<std::pair<std::string, PolyBlocks>> poly_functions() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2")) all.emplace_back("avx2", &poly1305_blocks_avx2);
   if (__builtin_cpu_supports("avx512ifma")) all.emplace_back("ifma", &poly1305_blocks_ifma);
+#elif defined(__aarch64__)
+  all.emplace_back("neon", &poly1305_blocks_neon);
 #endif
   return all;
 }

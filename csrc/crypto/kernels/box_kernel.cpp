@@ -27,7 +27,14 @@ bool has_ifma() noexcept { return has_avx512() && cpu_features().avx512ifma; }
 constexpr BoxParts kIfma{&salsa20_xor_avx512, &poly1305_blocks_ifma};
 constexpr BoxParts kAvx512{&salsa20_xor_avx512, &poly1305_blocks_avx2};  // Skylake-X, Cascade Lake
 constexpr BoxParts kAvx2{&salsa20_xor_avx2, &poly1305_blocks_avx2};
+#elif defined(__aarch64__)
+bool has_neon() noexcept { return true; }  // all of them
 
+// Salsa20 on 4 blocks. libsodium has no vectors for it on this architecture.
+constexpr BoxParts kNeon{&salsa20_xor_neon, &poly1305_blocks_neon};
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
 template <const BoxParts& kParts>
 void seal(uint8_t* cipher, uint8_t* mac, const uint8_t* plain, size_t nbytes, const uint8_t* nonce,
           const uint8_t* key) noexcept {
@@ -39,10 +46,14 @@ bool open(uint8_t* plain, const uint8_t* cipher, const uint8_t* mac, size_t nbyt
           const uint8_t* nonce, const uint8_t* key) noexcept {
   return fused_open(kParts, plain, cipher, mac, nbytes, nonce, key);
 }
+#endif
 
+#if defined(__x86_64__)
 constexpr BoxKernel kAvx512IfmaKernel{"avx512ifma", &has_ifma, &seal<kIfma>, &open<kIfma>};
 constexpr BoxKernel kAvx512Kernel{"avx512", &has_avx512, &seal<kAvx512>, &open<kAvx512>};
 constexpr BoxKernel kAvx2Kernel{"avx2", &has_avx2, &seal<kAvx2>, &open<kAvx2>};
+#elif defined(__aarch64__)
+constexpr BoxKernel kNeonKernel{"neon", &has_neon, &seal<kNeon>, &open<kNeon>};
 #endif
 
 }  // namespace
@@ -54,6 +65,8 @@ std::span<const BoxKernel* const> compiled_kernels() noexcept {
   static constexpr const BoxKernel* kKernels[] = {
 #if defined(__x86_64__)
       &kAvx512IfmaKernel, &kAvx512Kernel, &kAvx2Kernel,
+#elif defined(__aarch64__)
+      &kNeonKernel,
 #endif
       &kLibsodiumKernel};
   return kKernels;

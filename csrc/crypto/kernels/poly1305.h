@@ -50,6 +50,9 @@ Limbs poly1305_carried(const Limbs& limbs) noexcept;
 // filled; AVX2; AVX-512F and AVX-512IFMA.
 void poly1305_blocks_avx2(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept;
 void poly1305_blocks_ifma(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept;
+#elif defined(__aarch64__)
+// Leaves fewer than 4 blocks to the scalar code. REQUIRES: the powers are filled.
+void poly1305_blocks_neon(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept;
 #endif
 
 }  // namespace tensorizer::crypto

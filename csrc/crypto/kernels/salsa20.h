@@ -59,6 +59,9 @@ void salsa20_xor_avx2(uint8_t* out, const uint8_t* in, size_t nbytes, const Sals
                       uint64_t counter) noexcept;
 void salsa20_xor_avx512(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaState& state,
                         uint64_t counter) noexcept;
+#elif defined(__aarch64__)
+void salsa20_xor_neon(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaState& state,
+                      uint64_t counter) noexcept;
 #endif
 
 }  // namespace tensorizer::crypto
