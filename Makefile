@@ -38,8 +38,8 @@ help:
 
 ##@ Use
 
-.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site
-system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site:
+.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-wheels-all system-docs system-site
+system-build system-test system-native system-lint system-constant-time system-wheels system-wheels-all system-docs system-site:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -106,13 +106,16 @@ $(TOOLS)/stamp: requirements/packaging.txt | system-build
 # Without names, every Python that is here (PYTHONS='3.11 3.13').
 PYTHONS ?=
 NOX = TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/nox --noxfile scripts/noxfile.py --reuse-existing-virtualenvs --no-error-on-missing-interpreters $(if $(PYTHONS),--python $(PYTHONS))
-.PHONY: wheel wheels wheels-again wheel-test rehearse matrix
+.PHONY: wheel wheels wheels-again wheel-test aarch64-wheel rehearse matrix
 wheel: system-wheels $(VENV)/stamp-torch $(TOOLS)/stamp  ## a wheel that needs no library, for this Python, in dist/
 	$(TOOLS)/bin/python scripts/packaging/build_wheel.py --out dist --jobs $(JOBS) $(BIN)/python
 
-wheels: system-wheels $(VENV)/stamp-dev $(TOOLS)/stamp  ## one for every Python: by cibuildwheel where docker or podman runs, else for those here
-	@if docker info >/dev/null 2>&1 || podman info >/dev/null 2>&1; then PATH="$(abspath $(BIN)):$$PATH" scripts/packaging/ci_wheels.sh dist; \
-	else echo "== no docker or podman runs here: the same steps with the Pythons of this machine"; $(NOX) --session wheel -- --jobs $(JOBS); fi
+# cibuildwheel builds for this machine's processor alone.
+wheels: system-wheels-all $(VENV)/stamp-dev $(TOOLS)/stamp  ## for every Python, x86-64 and aarch64: by cibuildwheel where docker or podman runs, else for those here
+	@machines="$(filter-out $(shell uname -m),x86_64 aarch64)"; \
+	if docker info >/dev/null 2>&1 || podman info >/dev/null 2>&1; then PATH="$(abspath $(BIN)):$$PATH" scripts/packaging/ci_wheels.sh dist; \
+	else echo "== no docker or podman runs here: the same steps with the Pythons of this machine"; machines="$$(uname -m) $$machines"; fi; \
+	$(NOX) --session wheel -- --jobs $(JOBS) $$(printf -- '--machine %s ' $$machines)
 
 wheels-again: system-wheels $(VENV)/stamp-torch $(TOOLS)/stamp  ## build the wheel of this Python again, elsewhere: are all bytes equal?
 	TOOLS=$(TOOLS)/bin/python scripts/packaging/build_again.sh dist $(BIN)/python
@@ -124,6 +127,9 @@ sdist: $(VENV)/stamp-torch  ## the source distribution, in dist/
 WHEEL_TEST_ARGS ?=
 wheel-test: system-test $(VENV)/stamp-dev  ## the wheels of dist/, each in a clean environment (WHEEL_TEST_ARGS=--suite: with all tests)
 	$(NOX) --session wheel_test $(if $(WHEEL_TEST_ARGS),-- $(WHEEL_TEST_ARGS))
+
+aarch64-wheel:  ## the wheel of dist/ for Python 3.11 on aarch64, used with qemu-user (wants root)
+	scripts/aarch64.sh wheel dist
 
 rehearse: $(VENV)/stamp-torch  ## what publishing the wheels of dist/ would do, on this machine alone (needs a package index)
 	PYTHON=$(BIN)/python scripts/packaging/rehearse.sh dist
@@ -194,7 +200,7 @@ native-plain native-asan native-tsan: system-native
 	@JOBS=$(JOBS) scripts/sharded.sh build/$@/native_tests --gtest_brief=1 $(NATIVE_ARGS)
 
 aarch64:  ## the C++ tests compiled for aarch64 and run with qemu-user (wants root; NATIVE_ARGS)
-	@JOBS=$(JOBS) scripts/aarch64.sh $(NATIVE_ARGS)
+	@JOBS=$(JOBS) scripts/aarch64.sh tests $(NATIVE_ARGS)
 
 fuzz: system-native  ## every fuzz target for FUZZ_SECONDS each
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) scripts/fuzz.sh

@@ -176,7 +176,8 @@ def use_compiler_of(prefix: Path) -> None:
     os.environ |= {"CCACHE_COMPILERCHECK": "content", "CCACHE_COMPILERTYPE": "clang", "CCACHE_NOHASHDIR": "1"}
     os.environ |= {"CCACHE_BASEDIR": str(ROOT), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     headers = headers_of_machine(ROOT / "build" / "headers")
-    os.environ["CPPFLAGS"] = f"-I{headers}" if headers else ""
+    if headers:
+        os.environ["CPPFLAGS"] = f"{os.environ.get('CPPFLAGS', '')} -I{headers}"
 
 
 def headers_of_machine(folder: Path) -> Path | None:

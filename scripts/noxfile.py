@@ -4,6 +4,7 @@ nox finds the Pythons of this machine and skips, with a line, those that are mis
 them. Each session has a virtual environment of its own, which `-R` uses again.
 """
 
+import platform
 import re
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ def run_suite(session: nox.Session, *arguments: str) -> None:
 
 @nox.session(python=list(TORCH))
 def wheel(session: nox.Session) -> None:
-    """One wheel in dist/; the newest torch for its Python builds it, and it works with all."""
+    """Its wheel in dist/, built with the newest torch for its Python, for use with all (`-- --machine aarch64`)."""
     torch = TORCH[session.python][-1]
     session.install(*build_requirements(torch))
     install_torch(session, torch)
@@ -112,7 +113,7 @@ def wheel(session: nox.Session) -> None:
 def wheel_test(session: nox.Session) -> None:
     """The wheel of dist/ in a clean environment; `-- --suite`: with all tests, not only those of certificates."""
     tag = f"cp{session.python.replace('.', '')}"
-    wheels = sorted((ROOT / "dist").glob(f"tensorizer-*-{tag}-{tag}-*.whl"))
+    wheels = sorted((ROOT / "dist").glob(f"tensorizer-*-{tag}-{tag}-*_{platform.machine()}.whl"))
     if not wheels:
         session.skip(f"no wheel of Python {session.python} in dist/")
     install_all(session, TORCH[session.python][-1])

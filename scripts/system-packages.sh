@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a group of commands needs: as root by apt, otherwise prints the command to type.
-# usage: system-packages.sh [--print] build|test|native|lint|constant-time|wheels|aarch64|docs|site
+# usage: system-packages.sh [--print] build|test|native|lint|constant-time|wheels|wheels-all|aarch64|docs|site
 # With --print it only says what the group is, but for packages of Python.
 # Quick when nothing is missing. Systems without dpkg are left alone: the build names what it misses there.
 # Who is not root goes on without what only some tests need, except with TENSORIZER_REQUIRE_SERVERS=1 (make test-all).
@@ -8,11 +8,13 @@ set -euo pipefail
 
 only_print=
 [ "${1:-}" != --print ] || { only_print=yes; shift; }
-group=${1:?build, test, native, lint, constant-time, wheels, aarch64, docs or site}
+group=${1:?build, test, native, lint, constant-time, wheels, wheels-all, aarch64, docs or site}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
 native=(cmake ninja-build libgtest-dev ccache binutils clang)
 of_tests=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl patch)
 wheels=(git make perl cmake nasm patch binutils)
+other_processor=binutils-aarch64-linux-gnu
+[ "$(uname -m)" != aarch64 ] || other_processor=binutils-x86-64-linux-gnu
 aarch64=(g++-aarch64-linux-gnu qemu-user mmdebstrap)
 lint=(git)
 docs=(git)  # and what python_packages adds
@@ -91,6 +93,7 @@ case $group in
   lint) wanted=("${build[@]}" "${native[@]}" "${lint[@]}") ;;
   constant-time) wanted=("${build[@]}" "${native[@]}" "${lint[@]}" valgrind) ;;
   wheels) wanted=("${wheels[@]}") ;;
+  wheels-all) wanted=("${wheels[@]}" "$other_processor") ;;
   aarch64) wanted=("${native[@]}" "${aarch64[@]}") ;;
   docs) wanted=("${docs[@]}") ;;
   site) wanted=("${site[@]}") ;;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds the libraries of the lock file, as static archives that know nothing of this machine, into one prefix.
 
-    build_deps.py --prefix DIR [--jobs N] [--check]
+    build_deps.py --prefix DIR [--machine NAME] [--jobs N] [--check]
 
 The Python that runs this has the packages of requirements/packaging.txt. Each library is built once: the prefix
 remembers by which sources, flags and compiler, and the next call does what is missing. ``setup.py`` takes the prefix,
@@ -32,15 +32,22 @@ FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-ffunction-sections", "-fdata-s
 
 
 class Builder:
-    """Runs the build steps of one library, with one toolchain, into one prefix."""
+    """Runs the build steps of one library, with one toolchain, into one prefix.
 
-    def __init__(self, prefix: Path, tree: Path, log: Path, jobs: int, check: bool) -> None:
+    Attributes:
+        machine: The processor that it builds for, as ``platform.machine()`` names it.
+        crosses: It is another one than this machine's: nothing that is built can run.
+    """
+
+    def __init__(self, prefix: Path, machine: str, tree: Path, log: Path, jobs: int, check: bool) -> None:
         self.environment = zig.environment(prefix / "toolchain")
         self.prefix = prefix
+        self.machine = machine
+        self.crosses = machine != platform.machine()
         self.tree = tree
         self.log = log
         self.jobs = jobs
-        self.check = check
+        self.check = check and not self.crosses
 
     @property
     def flags(self) -> list[str]:
@@ -81,6 +88,7 @@ class Builder:
             "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
             "CMAKE_C_FLAGS": " ".join(self.flags),
             **{f"CMAKE_{key}": str(self.prefix / "toolchain" / tool) for key, tool in programs.items()},
+            **({"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": self.machine} if self.crosses else {}),
             **options,
         }
         arguments = [f"-D{name}={value}" for name, value in settings.items()]
@@ -96,11 +104,10 @@ OPENSSL_WITHOUT = (
 
 
 def build_openssl(builder: Builder) -> None:
-    target = {"x86_64": "linux-x86_64", "aarch64": "linux-aarch64"}[platform.machine()]
     options = [f"no-{name}" for name in OPENSSL_WITHOUT.split()] + ["enable-ec_nistp_64_gcc_128"]
     folders = ["--libdir=lib", f"--prefix={NOWHERE}", f"--openssldir={NOWHERE}"]
     # Its sources are compiled by relative names, and a folder named here would stay in the library as a text.
-    builder.run("perl", "Configure", target, *options, *folders, *FLAGS)
+    builder.run("perl", "Configure", f"linux-{builder.machine}", *options, *folders, *FLAGS)
     builder.make("build_libs")
     staged = builder.tree / "staged"
     builder.run("make", "install_dev", f"DESTDIR={staged}")
@@ -144,6 +151,7 @@ def build_libsodium(builder: Builder) -> None:
     # CFLAGS also reach the assembler files; a stack protector of its own would be a second one.
     flags = [flag for flag in builder.flags if flag != "-fstack-protector-strong"]
     options = ["--disable-shared", "--enable-static", "--with-pic", "--disable-debug", "--disable-dependency-tracking"]
+    options += [f"--host={builder.machine}-linux-gnu"] if builder.crosses else []
     builder.run("./configure", f"--prefix={builder.prefix}", *options, CFLAGS=" ".join(flags))
     builder.make()
     if builder.check:
@@ -158,7 +166,7 @@ def build_hiredis(builder: Builder) -> None:
 
 
 def build_isal(builder: Builder) -> None:
-    arguments = ["-f", "Makefile.unx", "units=crc", "CC=cc", "AR=ar"]
+    arguments = ["-f", "Makefile.unx", "units=crc", f"host_cpu={builder.machine}", "CC=cc", "AR=ar"]
     # Its CFLAGS are put together while make runs, and reach no compiler if the command line sets them.
     arguments += ["DEBUG_nasm=", f"DEBUG={' '.join(builder.flags)}"]
     builder.make(*arguments, "bin/isa-l.a", "isa-l.h")
@@ -188,10 +196,10 @@ def key_of(library: Library, compiler: str, done: dict[str, str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def build_all(prefix: Path, cache: Path, jobs: int, check: bool) -> None:
-    """The compiler, and every library of the lock file that the stamp in ``prefix`` does not name yet."""
+def build_all(prefix: Path, machine: str, cache: Path, jobs: int, check: bool) -> None:
+    """The compiler for ``machine``, and every library of the lock file that the stamp in ``prefix`` lacks."""
     program, stamp = zig.zig_program(), prefix / "stamp.json"
-    zig.write_tools(program, prefix / "toolchain")
+    zig.write_tools(program, prefix / "toolchain", machine)
     (prefix / "licences").mkdir(exist_ok=True)
     compiler = (prefix / "toolchain" / "c++").read_text().replace(str(program), "zig").replace(str(prefix), "prefix")
     done: dict[str, str] = json.loads(stamp.read_text()) if stamp.exists() else {}
@@ -200,11 +208,11 @@ def build_all(prefix: Path, cache: Path, jobs: int, check: bool) -> None:
         if done.get(library.name) == key:
             continue
         print(f"== {library.name} {library.version}", flush=True)
-        log = cache / "logs" / f"{library.name}.log"
+        log = cache / "logs" / machine / f"{library.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
         tree = unpack(library, cache / "sources", TREES / library.name)
-        RECIPES[library.name](Builder(prefix, tree, log, jobs, check))
+        RECIPES[library.name](Builder(prefix, machine, tree, log, jobs, check))
         shutil.copy2(tree / library.licence_file, prefix / "licences" / f"{library.name}.txt")
         shutil.rmtree(tree.parent)
         done[library.name] = key
@@ -215,11 +223,14 @@ def build_all(prefix: Path, cache: Path, jobs: int, check: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=Path, required=True, help="where headers and archives go")
+    parser.add_argument(
+        "--machine", default=platform.machine(), choices=zig.BASELINE, help="the processor; default: this"
+    )
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="downloads, logs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--check", action="store_true", help="run the libraries' own quick tests too")
     options = parser.parse_args()
-    build_all(options.prefix.resolve(), options.cache.resolve(), options.jobs, options.check)
+    build_all(options.prefix.resolve(), options.machine, options.cache.resolve(), options.jobs, options.check)
 
 
 if __name__ == "__main__":

