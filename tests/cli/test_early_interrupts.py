@@ -59,11 +59,17 @@ def interrupted(program, arguments, seconds):
     return process.returncode, errors
 
 
+MANY_MOMENTS = (0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5)
+
+
+@pytest.mark.parametrize("moments", [(0, 0.2, 0.5, 0.9), pytest.param(MANY_MOMENTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_an_interrupt_at_any_moment_ends_a_command_silently_and_leaves_no_part_of_a_file(model, tmp_path, program):
+def test_an_interrupt_at_any_moment_ends_a_command_silently_and_leaves_no_part_of_a_file(
+    model, tmp_path, program, moments
+):
     target = tmp_path / "out" / "new.tensors"
     target.parent.mkdir()
-    for seconds in (0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5):
+    for seconds in moments:
         status, errors = interrupted(program, ["convert", model, target], seconds)
         assert status in (-signal.SIGINT, 130, 0), (seconds, status, errors)
         assert errors == b"", seconds

@@ -349,7 +349,7 @@ def test_a_child_that_is_forked_in_the_middle_of_a_pass_starts_one_of_its_own():
     content = random_bytes(2_000_000)
     stalls = Reply(ignore_range=True, stall_after=500_000)
     with FaultyServer(content, [stalls], default=Reply(ignore_range=True)) as server, within(60):
-        source = open_faulty(server, stall_timeout=5.0)
+        source = open_faulty(server, stall_timeout=2.0)
         results = []
         thread = threading.Thread(target=lambda: results.append(source.read(100_000, 1_500_000)))
         thread.start()

@@ -80,7 +80,7 @@ def _tensors_of(source: object, golden: dict) -> list[tuple]:
                 for index, kind, name, tensor in loaded.read_tensors()]  # fmt: skip
 
 
-@golden_files.each(golden_files.select(refused=False))
+@golden_files.each(golden_files.distinct(golden_files.select(refused=False)))
 def test_every_golden_file_loads_over_http_as_from_memory(golden):
     content = golden_files.read(golden)
     from_memory = _tensors_of(io.BytesIO(content), golden)

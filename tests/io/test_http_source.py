@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 from http_tools import nothing_left, quick, random_bytes, tuned
-from paths import HELPERS
 from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
@@ -633,24 +630,18 @@ def test_a_stream_uses_renewal_and_a_display_name():
 _PROLOGUE = """
 import os, signal, sys, threading, time
 url = sys.argv[1]
-sys.path += [sys.argv[2], os.path.dirname(sys.argv[2])]
 from http_tools import tuned
 from tensorizer.stream_io import open_stream
 options = tuned(head_nbytes=4096, stall_timeout=60, proxy="")
 """
 
 
-def run_python(program: str, url: str, **arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", _PROLOGUE + program, url, str(HELPERS)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **arguments,
-    )
+@pytest.fixture
+def run_python(fresh_process):
+    return lambda program, url: fresh_process(_PROLOGUE + program, url, timeout=60)
 
 
-def test_ctrl_c_ends_a_read_that_waits():
+def test_ctrl_c_ends_a_read_that_waits(run_python):
     program = """
 stream = open_stream(url, http_options=options)
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -666,7 +657,7 @@ except KeyboardInterrupt:
         assert result.stdout == "interrupted True\n", result.stderr
 
 
-def test_ctrl_c_ends_an_opening_that_waits():
+def test_ctrl_c_ends_an_opening_that_waits(run_python):
     program = """
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
@@ -678,7 +669,7 @@ except KeyboardInterrupt:
         assert run_python(program, server.url).stdout == "interrupted\n"
 
 
-def test_a_process_ends_with_streams_open_and_reads_in_flight():
+def test_a_process_ends_with_streams_open_and_reads_in_flight(run_python):
     program = """
 stream = open_stream(url, http_options=options)
 def read():
@@ -723,7 +714,7 @@ def test_a_forked_child_reads_on_connections_of_its_own(certificates):
             assert stream.read(10) == CONTENT[2_000_000:2_000_010]
 
 
-def test_a_broken_connection_does_not_kill_a_program_that_dies_of_sigpipe(certificates):
+def test_a_broken_connection_does_not_kill_a_program_that_dies_of_sigpipe(certificates, run_python):
     program = """
 from tensorizer.stream_io import CAInfo
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)

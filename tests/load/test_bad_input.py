@@ -609,9 +609,10 @@ for source in sys.argv[1:]:
             file.write(begin)
             file.truncate(300 << 30)
     with FaultyServer(b"\0" * 1000, default=answer) as server:
-        urls = [f"{server.url.rpartition('/')[0]}/{number}" for number in range(3)]
-        done = fresh_process(program, *(urls if over == "HTTP" else paths))
-    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
+        urls = [f"{server.url.rpartition('/')[0]}/1"]  # a GiB of each is read: one tells how a server is read
+        places = urls if over == "HTTP" else paths
+        done = fresh_process(program, *places)
+    assert (done.returncode, done.stdout) == (0, "refused\n" * len(places)), done.stderr
 
 
 def test_a_dtype_that_torch_lacks_is_refused_by_file_and_tensor_on_every_way(tmp_path):

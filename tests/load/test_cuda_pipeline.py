@@ -134,7 +134,7 @@ def leaves(value, path=()):
             yield from leaves(part, (*path, key))
 
 
-@golden_files.each(golden_files.select(refused=False))
+@golden_files.each(golden_files.distinct(golden_files.select(refused=False)))
 def test_every_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
     monkeypatch.setattr(cuda_engine, "_ring_size", (2, 2 * MIB))
     wanted, found = load_golden(golden, "cpu"), load_golden(golden, "cuda:0")
@@ -261,7 +261,7 @@ def test_dtype_converts_tensors_on_their_device(gpu, converting, monkeypatch, dt
             assert_converted(gpu.load(io.BytesIO(file.getvalue()), dtype=dtype, verify_hash=verify, **keys), wanted)
 
 
-@golden_files.each(golden_files.select(refused=False))
+@golden_files.each(golden_files.distinct(golden_files.select(refused=False)))
 def test_every_golden_file_is_converted_as_on_the_cpu(gpu, converting, golden):
     wanted, found = (load_golden(golden, device, dtype=torch.float16) for device in ("cpu", "cuda:0"))
     assert_converted({path: gpu.fetch(value) for path, value in found.items()}, wanted)

@@ -9,8 +9,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import zipfile
 
 import memory
@@ -510,14 +508,13 @@ def test_a_save_in_shards_that_was_killed_leaves_nothing_under_their_names(fresh
     assert set(load_file(tmp_path)) == {"a", "b"}
 
 
-def test_a_disk_without_room_leaves_what_was_there(tmp_path):
+def test_a_disk_without_room_leaves_what_was_there(fresh_process, tmp_path):
     write(tmp_path / "m.tensors", {f"t{i}": samples.tensor((6 * MIB,), torch.uint8, i) for i in range(3)})
     names = ["a.tensors", "b.safetensors", "c.safetensors"]
     (tmp_path / "out").mkdir()
     for name in names:
         (tmp_path / "out" / name).write_bytes(b"old")
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = fresh_process(FULL_DISK, tmp_path)
     assert (result.returncode, result.stdout.split()) == (0, names), result.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert all((tmp_path / "out" / name).read_bytes() == b"old" for name in names)

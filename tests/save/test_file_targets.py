@@ -284,16 +284,23 @@ def through_checkpoint(name, **options):
 """
 
 
-def run_doors(program, folder, mounts=None):
-    command = [sys.executable, "-c", DOORS + program, str(folder)]
-    if mounts is not None:
-        command = with_mounts(mounts, *command)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_doors(fresh_process):
+    """Runs a program with the functions above, and the folder as its argument; with `mounts`, after these commands."""
+
+    def run(program, folder, mounts=None):
+        if mounts is None:
+            done = fresh_process(DOORS + program, folder, timeout=200)
+        else:
+            command = with_mounts(mounts, sys.executable, "-c", DOORS + program, str(folder))
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
-def test_without_proc_a_save_takes_a_hidden_name_before_the_first_byte(tmp_path):
+def test_without_proc_a_save_takes_a_hidden_name_before_the_first_byte(tmp_path, run_doors):
     require_mounts()
     program = """
 assert not os.path.exists("/proc/self")
@@ -307,7 +314,7 @@ assert sorted(os.listdir()) == ["d", "m.safetensors", "m.tensors"]
     run_doors(program, tmp_path, "mount -t tmpfs none /proc")
 
 
-def test_a_file_that_is_a_mount_point_is_written_in_place(tmp_path):
+def test_a_file_that_is_a_mount_point_is_written_in_place(tmp_path, run_doors):
     require_mounts()
     (tmp_path / "host").write_bytes(b"old" * 1_000_000)
     (tmp_path / "app").mkdir()
@@ -347,12 +354,12 @@ assert sorted(os.listdir()) == ["m.safetensors", "m.tensors"], os.listdir()
 @pytest.mark.parametrize(
     "rules", [MountRules(), MountRules(renames=False), MountRules(modes=False)], ids=["all", "no-renames", "no-modes"]
 )
-def test_a_mount_that_a_program_serves_takes_new_files_and_files_that_are_there(tmp_path, rules):
+def test_a_mount_that_a_program_serves_takes_new_files_and_files_that_are_there(tmp_path, rules, run_doors):
     with served(tmp_path / "mount", rules) as folder:
         run_doors(ALL_DOORS, folder)
 
 
-def test_a_mount_without_modes_costs_one_line_for_those_who_look_for_it(tmp_path):
+def test_a_mount_without_modes_costs_one_line_for_those_who_look_for_it(tmp_path, run_doors):
     with served(tmp_path / "mount", MountRules(modes=False)) as folder:
         program = """
 import logging
@@ -371,7 +378,7 @@ assert [record.levelname for record in lines if "mode" in record.getMessage()] i
         run_doors(program, folder)
 
 
-def test_after_a_sync_that_failed_close_raises_and_publishes_no_call_that_waited(tmp_path):
+def test_after_a_sync_that_failed_close_raises_and_publishes_no_call_that_waited(tmp_path, run_doors):
     with served(tmp_path / "mount", MountRules(failing_sync=2)) as folder:
         program = """
 from tensorizer import TensorType
@@ -399,7 +406,7 @@ with TensorDeserializer("m.tensors", device="cpu") as file:
         run_doors(program, folder)
 
 
-def test_a_mount_that_takes_bytes_from_front_to_back_gets_what_can_be_written_like_that(tmp_path):
+def test_a_mount_that_takes_bytes_from_front_to_back_gets_what_can_be_written_like_that(tmp_path, run_doors):
     with served(tmp_path / "mount", MountRules(renames=False, any_order=False, modes=False, removes=False)) as folder:
         program = """
 for _ in range(2):

@@ -126,6 +126,7 @@ class FaultyServer:
         self.connections_seen = 0
         self.cut_handshakes = 0
         self.resumed: list[bool] = []
+        self._tagged: tuple[Optional[bytes], str] = None, ""  # a content, and its ETag
         self._tls = tls
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -262,7 +263,7 @@ class FaultyServer:
     def _response(self, request: Request, reply: Reply) -> tuple[int, dict[str, Optional[str]], bytes]:
         content = self.content
         headers: dict[str, Optional[str]] = {}
-        etag = f'"{hashlib.md5(content).hexdigest()}"' if self.etag == "auto" else self.etag
+        etag = self._tag_of(content) if self.etag == "auto" else self.etag
         if etag is not None:
             headers["etag"] = etag
         if self.last_modified is not None:
@@ -280,6 +281,13 @@ class FaultyServer:
             headers["content-length"] = str(len(body))
         headers.update({name.lower(): value for name, value in reply.headers.items()})
         return status, headers, body
+
+    def _tag_of(self, content: bytes) -> str:
+        tagged, tag = self._tagged
+        if tagged is not content:  # large contents would cost more than all else
+            tag = f'"{hashlib.md5(content).hexdigest()}"'
+            self._tagged = content, tag
+        return tag
 
     def _content(
         self, request: Request, reply: Reply, content: bytes, headers: dict[str, Optional[str]], etag: Optional[str]

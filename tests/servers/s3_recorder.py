@@ -80,6 +80,7 @@ class S3Recorder(Server):
         self.objects: dict[str, bytes] = {}
         self.open_uploads: dict[str, dict[int, bytes]] = {}
         self.whole_etags: dict[str, str] = {}
+        self._tagged: dict[str, tuple[bytes, str]] = {}  # objects in one part, and their ETags
         self.refuse: dict[str, tuple[int, str]] = {}
         self.refuse_all: dict[str, tuple[int, str]] = {}
         self.fail_once: dict[str, tuple[int, str]] = {}
@@ -287,7 +288,14 @@ class S3Recorder(Server):
         return 206, fields, data[int(first) : end]
 
     def _etag_of(self, path: str) -> str:
-        return self.whole_etags.get(path) or self._etag(self.objects[path])
+        if path in self.whole_etags:
+            return self.whole_etags[path]
+        data = self.objects[path]
+        tagged, etag = self._tagged.get(path, (None, ""))
+        if tagged is not data:
+            etag = self._etag(data)
+            self._tagged[path] = data, etag
+        return etag
 
     def _etag(self, data: bytes, ending: str = "") -> str:
         return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}{ending}"'
