@@ -79,12 +79,14 @@ class RangeSource {
     read_at(offset, std::span<const Buffer>(&into, 1), stop);
   }
 
-  // The same, by sources that wait for another machine: `progress` is called now and then, by this
-  // thread, with how many bytes from `offset` on are in place. It may throw.
-  using Progress = std::function<void(uint64_t nbytes)>;
-  virtual void read_telling(uint64_t offset, std::span<const Buffer> buffers,
-                            const std::stop_token& stop, const Progress& /*progress*/) {
+  // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.
+  // Sources that wait for another machine call `progress`, if it is not empty, on this thread while
+  // bytes arrive. It may throw.
+  using Progress = std::function<void()>;
+  virtual uint64_t read_with_progress(uint64_t offset, std::span<const Buffer> buffers,
+                                      const std::stop_token& stop, const Progress& /*progress*/) {
     read_at(offset, buffers, stop);
+    return total_nbytes(buffers);
   }
 
   // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.

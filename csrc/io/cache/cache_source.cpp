@@ -171,8 +171,31 @@ void CacheSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
                     " cannot be read from the cache any more, and offline is set",
                 name_, offset);
   const auto copy = this->copy();
-  if (copy && copy->is_open()) return read_and_copy(*copy, offset, buffers, stop);
-  network_->read_at(offset, buffers, stop);
+  if (!copy || !copy->is_open()) return network_->read_at(offset, buffers, stop);
+  // A pass that cannot go back reads what it skips anyway, and what lies behind the last record
+  // comes with it.
+  std::vector<std::byte> skipped, behind;
+  if (network_->traits().sequential) {
+    for (const auto& [begin, end] : copy->missing()) {
+      if (begin >= offset) break;
+      if (end >= offset && offset - begin <= kMostSkippedNbytes)
+        skipped.resize(static_cast<size_t>(offset - begin));
+    }
+  }
+  std::vector<Buffer> all;
+  all.reserve(buffers.size() + 2);
+  if (!skipped.empty()) all.emplace_back(skipped);
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  const uint64_t left = key_.nbytes - offset - nbytes;
+  if (left > 0 && left <= kMostBehindNbytes) {
+    behind.resize(static_cast<size_t>(left));
+    all.emplace_back(behind);
+  }
+  offset -= skipped.size();
+  const uint64_t wanted = total_nbytes(all);
+  if (network_->read_with_progress(offset, all, stop, [&] { copy->show_progress(); }) < wanted)
+    throw_truncated(name_, offset, wanted, network_->size().value_or(key_.nbytes));
+  copy->add(offset, all, patient_, stop);
 }
 
 uint64_t CacheSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {
@@ -195,32 +218,6 @@ bool CacheSource::read_disk(FileSource& disk, uint64_t offset, std::span<const B
   }
   from_disk_ += total_nbytes(buffers);
   return true;
-}
-
-void CacheSource::read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Buffer> buffers,
-                                const std::stop_token& stop) {
-  // A pass that cannot go back reads what it skips anyway, and what lies behind the last record
-  // comes with it.
-  std::vector<std::byte> skipped, behind;
-  if (network_->traits().sequential) {
-    for (const auto& [begin, end] : copy.missing()) {
-      if (begin >= offset) break;
-      if (end >= offset && offset - begin <= kMostSkippedNbytes)
-        skipped.resize(static_cast<size_t>(offset - begin));
-    }
-  }
-  std::vector<Buffer> all;
-  all.reserve(buffers.size() + 2);
-  if (!skipped.empty()) all.emplace_back(skipped);
-  all.insert(all.end(), buffers.begin(), buffers.end());
-  const uint64_t left = key_.nbytes - offset - total_nbytes(buffers);
-  if (left > 0 && left <= kMostBehindNbytes) {
-    behind.resize(static_cast<size_t>(left));
-    all.emplace_back(behind);
-  }
-  offset -= skipped.size();
-  network_->read_telling(offset, all, stop, [&](uint64_t) { copy.show_progress(); });
-  copy.add(offset, all, patient_, stop);
 }
 
 // -- making a copy -------------------------------------------------------------------------------

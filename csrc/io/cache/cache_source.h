@@ -78,8 +78,6 @@ class CacheSource final : public RangeSource {
   std::shared_ptr<CacheCopy> copy() const;
   bool read_disk(FileSource& disk, uint64_t offset, std::span<const Buffer> buffers,
                  const std::stop_token& stop);
-  void read_and_copy(CacheCopy& copy, uint64_t offset, std::span<const Buffer> buffers,
-                     const std::stop_token& stop);
 
   const std::shared_ptr<CacheFolder> folder_;
   const CacheKey key_;

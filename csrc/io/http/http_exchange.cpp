@@ -272,27 +272,23 @@ void HttpExchange::ended(CURLcode code) noexcept {
   changed_.notify_all();
 }
 
-bool HttpExchange::accepted() const {
-  MutexLock lock(mutex_);
-  return accepted_;
-}
-
 void HttpExchange::resume() {
   MutexLock lock(mutex_);
   if (!end_) reactor_.resume(*this);
 }
 
-void HttpExchange::wait_for_head(const std::stop_token& stop) {
+bool HttpExchange::wait_for_head(const std::stop_token& stop) {
   std::optional<CURLcode> end;
   {
     MutexLock lock(mutex_);
     const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return accepted_ || end_; };
     if (!changed_.wait(mutex_, stop, is_over)) throw Error(Errc::cancelled, "cancelled");
     // A failure behind the head is for the thread that waits for the body, and counts its bytes.
-    if (accepted_) return;
+    if (accepted_) return true;
     end = end_;
   }
   finish(*end);
+  return false;
 }
 
 bool HttpExchange::wait_for_body(const std::stop_token& stop, const std::function<bool()>& enough,

@@ -69,16 +69,14 @@ class HttpExchange final : private HttpTransfer {
                HttpCounters& counters);
   ~HttpExchange() override;
 
-  // Returns when the head was accepted, or the response is a redirect. Throws HttpFailure,
-  // Errc::cancelled.
-  void wait_for_head(const std::stop_token& stop);
+  // Returns true when the head was accepted, false when the response is a redirect. Throws
+  // HttpFailure, Errc::cancelled.
+  bool wait_for_head(const std::stop_token& stop);
   // Returns true when the body is in, false when `enough`, if not empty, says so. Calls
   // `on_idle`, if not empty, now and then; it may throw. Throws HttpFailure, Errc::cancelled.
   bool wait_for_body(const std::stop_token& stop, const std::function<bool()>& enough,
                      const std::function<void()>& on_idle);
 
-  // Whether the head was accepted.
-  bool accepted() const;
   // REQUIRES: wait_for_head() has returned.
   const ResponseHead& head() const noexcept { return head_; }
   // Goes on after the sink was not ready.

@@ -1,7 +1,6 @@
 #include "io/http/http_put.h"
 
 #include <exception>
-#include <optional>
 #include <utility>
 
 namespace tensorizer::io {
@@ -30,12 +29,18 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
                       const std::stop_token& stop) {
   const HttpPlace place(uploader.places, stop);
   BodySink nowhere;
-  std::optional<HttpUrl> led_to;
-  const auto exchange = uploader.send(
+  const auto accept = [&](const ResponseHead&) { return &nowhere; };
+  RedirectedRequest redirected(
       {.url = &target.url, .further_headers = &target.headers, .body = put.body},
-      [&](const ResponseHead&) { return &nowhere; }, stop, led_to);
-  exchange->wait_for_body(stop, {}, {});
-  return exchange->head();
+      uploader.options.max_redirects);
+  for (;;) {
+    HttpExchange exchange(uploader.options, redirected.get(), accept, uploader.counters);
+    if (exchange.wait_for_head(stop)) {
+      exchange.wait_for_body(stop, {}, {});
+      return exchange.head();
+    }
+    redirected.follow(exchange.head());
+  }
 }
 
 }  // namespace

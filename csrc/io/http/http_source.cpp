@@ -56,9 +56,13 @@ void HttpSource::open_first(const std::stop_token& stop) {
   }
   body.reset();  // the rest is another request's
   if (received == head_.size()) return;
-  const Buffer rest = head.subspan(received);
-  received += fetch(begin_ + received, std::span<const Buffer>(&rest, 1), stop, {},
-                    broke ? &*broke : nullptr);
+  const Buffer last = head.subspan(received);
+  const std::span<const Buffer> rest(&last, 1);
+  const HttpFailure* const earlier = broke ? &*broke : nullptr;
+  received += has_ranges_
+                  ? fetch_range(client_, identity_, begin_ + received, rest, stop, {}, earlier)
+                  : read_pass(begin_ + received, rest, stop, earlier);
+  if (received < head_.size()) note_end(begin_ + received);
   head_.resize(received);
 }
 
@@ -178,39 +182,28 @@ uint64_t HttpSource::bytes_read() const noexcept {
   return client_.counters.bytes.load(std::memory_order_relaxed);
 }
 
-void HttpSource::read_telling(uint64_t offset, std::span<const Buffer> buffers,
-                              const std::stop_token& stop, const Progress& progress) {
+void HttpSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
+                         const std::stop_token& stop) {
   const uint64_t nbytes = total_nbytes(buffers);
-  const auto end = size();
   const auto last = checked_add(offset, nbytes);
-  uint64_t got = 0;
-  if (last && (!end || *last <= *end)) {
-    got = read_some(offset, buffers, stop, progress);
-    if (got == nbytes) return;
-  }
-  const auto found = size();
+  const auto end = size();
+  const bool fits = last && (!end || *last <= *end);
+  const uint64_t got = fits ? read_with_progress(offset, buffers, stop, {}) : 0;
+  if (fits && got == nbytes) return;
   throw Error(Errc::truncated,
               "Failed to read " + name_ + ": expected " + std::to_string(nbytes) +
                   " bytes at offset " + std::to_string(offset) + ", the object ends at " +
-                  std::to_string(found ? *found : offset + got),
+                  std::to_string(size().value_or(offset + got)),
               name_, offset);
 }
 
-uint64_t HttpSource::read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) {
+uint64_t HttpSource::read_with_progress(uint64_t offset, std::span<const Buffer> buffers,
+                                        const std::stop_token& stop, const Progress& progress) {
+  if (closed_.load()) throw Error(Errc::invalid_argument, name_ + " is closed", name_, offset);
+  uint64_t nbytes = total_nbytes(buffers);
   std::optional<uint64_t> end = size();
   if (!end) end = end_;
-  if (end) {
-    if (offset >= *end) return 0;
-    into = into.first(static_cast<size_t>(std::min<uint64_t>(into.size(), *end - offset)));
-  }
-  return read_some(offset, std::span<const Buffer>(&into, 1), stop);
-}
-
-uint64_t HttpSource::read_some(uint64_t offset, std::span<const Buffer> buffers,
-                               const std::stop_token& stop, const Progress& progress) {
-  const uint64_t nbytes = total_nbytes(buffers);
-  if (closed_.load()) throw Error(Errc::invalid_argument, name_ + " is closed", name_, offset);
-  if (nbytes == 0) return 0;
+  if (end) nbytes = std::min(nbytes, *end - std::min(offset, *end));
   uint64_t from_head = 0;
   if (offset >= begin_ && offset - begin_ < head_.size()) {
     from_head = std::min(nbytes, head_.size() - (offset - begin_));
@@ -218,28 +211,21 @@ uint64_t HttpSource::read_some(uint64_t offset, std::span<const Buffer> buffers,
     into.put({head_.data() + (offset - begin_), static_cast<size_t>(from_head)});
   }
   if (from_head == nbytes) return nbytes;
-  if (from_head == 0) return fetch(offset, buffers, stop, progress);
-  Progress behind_head;
-  if (progress) behind_head = [&](uint64_t fetched) { progress(from_head + fetched); };
-  return from_head + fetch(offset + from_head, part_of(buffers, from_head, nbytes - from_head),
-                           stop, behind_head);
+  const std::vector<Buffer> rest = part_of(buffers, from_head, nbytes - from_head);
+  offset += from_head;
+  const uint64_t received = has_ranges_
+                                ? fetch_range(client_, identity_, offset, rest, stop, progress)
+                                : read_pass(offset, rest, stop);
+  if (from_head + received < nbytes) note_end(offset + received);
+  return from_head + received;
 }
 
-uint64_t HttpSource::fetch(uint64_t offset, std::span<const Buffer> buffers,
-                           const std::stop_token& stop, const Progress& progress,
-                           const HttpFailure* earlier) {
-  uint64_t received = 0;
-  if (has_ranges_) {
-    RangeFetch range(client_, identity_, offset, buffers, progress);
-    received = range.run(stop, earlier);
-  } else {
-    MutexLock lock(sequential_mutex_);
-    std::unique_ptr<HttpBody>& body = *sequential_;
-    if (!body) body = std::make_unique<HttpBody>(client_);
-    received = body->read_at(identity_, offset, buffers, stop, earlier);
-  }
-  if (received < total_nbytes(buffers)) note_end(offset + received);
-  return received;
+uint64_t HttpSource::read_pass(uint64_t offset, std::span<const Buffer> buffers,
+                               const std::stop_token& stop, const HttpFailure* earlier) {
+  MutexLock lock(sequential_mutex_);
+  std::unique_ptr<HttpBody>& body = *sequential_;
+  if (!body) body = std::make_unique<HttpBody>(client_);
+  return body->read_at(identity_, offset, buffers, stop, earlier);
 }
 
 void HttpSource::close() noexcept {

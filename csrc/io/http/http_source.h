@@ -38,14 +38,14 @@ class HttpSource final : public RangeSource {
   SourceTraits traits() const override;
   using RangeSource::read_at;
   void read_at(uint64_t offset, std::span<const Buffer> buffers,
-               const std::stop_token& stop) override {
-    read_telling(offset, buffers, stop, {});
-  }
-  void read_telling(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
-                    const Progress& progress) override;
+               const std::stop_token& stop) override;
+  uint64_t read_with_progress(uint64_t offset, std::span<const Buffer> buffers,
+                              const std::stop_token& stop, const Progress& progress) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   uint64_t bytes_read() const noexcept override;
-  uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) override;
+  uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) override {
+    return read_with_progress(offset, std::span<const Buffer>(&into, 1), stop, {});
+  }
   void close() noexcept override;
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
@@ -75,12 +75,11 @@ class HttpSource final : public RangeSource {
   Error open_error(const HttpFailure& failure, int tries) const;
   // Whether no read can need the server any more.
   bool is_in_memory() const;
-  // Fills what lies behind the head; returns the bytes read, fewer only at the end of an object of
-  // unknown size.
-  uint64_t fetch(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
-                 const Progress& progress = {}, const HttpFailure* earlier = nullptr);
-  uint64_t read_some(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
-                     const Progress& progress = {});
+  // Reads the one body of a server without ranges, on to `offset` and the bytes behind it; returns
+  // how many these were, fewer only where an object of unknown size ends. `earlier`, if not null,
+  // counts as the first try.
+  uint64_t read_pass(uint64_t offset, std::span<const Buffer> buffers, const std::stop_token& stop,
+                     const HttpFailure* earlier = nullptr);
   void note_end(uint64_t end);
 
   HttpClient client_;
