@@ -120,11 +120,11 @@ void register_source(py::module_& m) {
            py::call_guard<InterpreterUnlock>())
       .def("close_connections", &HttpSource::close_connections, py::call_guard<InterpreterUnlock>())
       .def_property_readonly("response_status_line",
-                             [](const HttpSource& s) { return s.response_head().status_line; })
+                             [](const HttpSource& s) { return s.response().status_line; })
       .def_property_readonly("response_headers",
                              [](const HttpSource& s) {
                                py::list fields;
-                               for (const auto& [name, value] : s.response_head().headers)
+                               for (const auto& [name, value] : s.response().headers)
                                  fields.append(py::make_tuple(latin1(name), latin1(value)));
                                return fields;
                              })
@@ -149,10 +149,10 @@ py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::
   put.target = [&] { return io::HttpPut::Target{give_url(), headers}; };
   put.display_name = display_name;
   put.body = view.bytes();
-  const io::ResponseHead head = run_interruptible(
+  const io::HttpResponse response = run_interruptible(
       [&](const std::stop_token& stop) { return io::http_put(uploader, put, stop); });
   py::dict result;
-  for (const auto& [name, value] : head.headers) result[latin1(name)] = latin1(value);
+  for (const auto& [name, value] : response.headers) result[latin1(name)] = latin1(value);
   return result;
 }
 

@@ -38,7 +38,7 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   std::string put_part(int number, io::ConstBuffer bytes, const std::stop_token& stop) override {
-    const io::ResponseHead response = put(number, bytes, stop);
+    const io::HttpResponse response = put(number, bytes, stop);
     return etag_of(response, "the answer to part " + std::to_string(number));
   }
 
@@ -57,7 +57,7 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void put_object(io::ConstBuffer bytes, const std::stop_token& stop) override {
-    const io::ResponseHead response = put(0, bytes, stop);
+    const io::HttpResponse response = put(0, bytes, stop);
     uploader_.places.close();
     etag_of(response, "the answer");
   }
@@ -67,7 +67,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   // Status 200 alone is no proof: a gateway or a login page answers so, too, and stores nothing.
   // Stores repeat an ETag in XML, so an ETag that is not text did not come from them.
-  std::string etag_of(const io::ResponseHead& response, const std::string& answer) const {
+  std::string etag_of(const io::HttpResponse& response, const std::string& answer) const {
     const auto etag = io::find_field(response.headers, "etag");
     const auto is_text = [](char c) { return c > ' ' && c <= '~'; };
     if (!etag || etag->empty() || !std::ranges::all_of(*etag, is_text))
@@ -78,7 +78,7 @@ class PythonTransport final : public io::MultipartTransport {
     return std::string(*etag);
   }
 
-  io::ResponseHead put(int number, io::ConstBuffer bytes, const std::stop_token& stop) {
+  io::HttpResponse put(int number, io::ConstBuffer bytes, const std::stop_token& stop) {
     const uint32_t crc32 = digest::crc32(0, bytes);
     io::HttpPut request;
     request.target = [&] {

@@ -1,4 +1,5 @@
-// Heads, header values, URLs and the judgement over responses: pure, so tested without a network.
+// Responses, header values, URLs and the judgement over responses: pure, so tested without a
+// network.
 #include <gtest/gtest.h>
 
 #include "io/buffers.h"
@@ -9,7 +10,7 @@
 namespace tensorizer::io {
 namespace {
 
-ResponseHead head(int status, HttpHeaderList fields) {
+HttpResponse response_of(int status, HttpHeaderList fields) {
   return {status, "HTTP/1.1 " + std::to_string(status) + " Text", std::move(fields)};
 }
 
@@ -18,7 +19,7 @@ RangeRequest bytes_100_to_199(const ResourceIdentity* known = nullptr) {
 }
 
 // The failure with which check_response refuses; an empty reason if it accepts.
-HttpFailure refusal(const RangeRequest& request, const ResponseHead& response) {
+HttpFailure refusal(const RangeRequest& request, const HttpResponse& response) {
   try {
     check_response(request, response);
   } catch (const HttpFailure& failure) {
@@ -56,7 +57,7 @@ TEST(HttpMessage, RetryAfterIsSecondsOrADate) {
 }
 
 TEST(HttpMessage, HeaderNamesMatchInAnyCase) {
-  const auto response = head(200, {{"ETag", "\"a\""}});
+  const auto response = response_of(200, {{"ETag", "\"a\""}});
   EXPECT_EQ(find_field(response.headers, "etag"), "\"a\"");
   EXPECT_FALSE(find_field(response.headers, "eta"));
 }
@@ -88,77 +89,83 @@ TEST(HttpMessage, SecretsAndTheirLongerWordsAreTakenOut) {
 TEST(HttpCheck, TheRangeThatWasAskedForIsAccepted) {
   const auto checked = check_response(
       bytes_100_to_199(),
-      head(206, {{"Content-Range", "bytes 100-199/1000"}, {"Content-Length", "100"}}));
+      response_of(206, {{"Content-Range", "bytes 100-199/1000"}, {"Content-Length", "100"}}));
   EXPECT_TRUE(checked.partial);
   EXPECT_EQ(checked.body_nbytes, 100u);
   EXPECT_EQ(checked.identity.size, 1000u);
 }
 
 TEST(HttpCheck, TheLastRangeMayBeCutByTheEndAndByNothingElse) {
-  EXPECT_EQ(check_response(bytes_100_to_199(), head(206, {{"Content-Range", "bytes 100-149/150"}}))
-                .body_nbytes,
-            50u);
+  EXPECT_EQ(
+      check_response(bytes_100_to_199(), response_of(206, {{"Content-Range", "bytes 100-149/150"}}))
+          .body_nbytes,
+      50u);
   for (const char* range :
        {"bytes 100-148/150", "bytes 100-199/*x", "bytes 99-199/1000", "bytes 101-199/1000",
         "bytes 100-198/1000", "bytes 100-200/1000", "bytes */1000", "garbage"})
-    EXPECT_EQ(refusal(bytes_100_to_199(), head(206, {{"Content-Range", range}})).status, 206)
+    EXPECT_EQ(refusal(bytes_100_to_199(), response_of(206, {{"Content-Range", range}})).status, 206)
         << range;
-  EXPECT_NE(refusal(bytes_100_to_199(), head(206, {})).reason.find("no Content-Range"),
+  EXPECT_NE(refusal(bytes_100_to_199(), response_of(206, {})).reason.find("no Content-Range"),
             std::string::npos);
 }
 
 TEST(HttpCheck, AContentLengthThatContradictsTheRangeIsRefused) {
   for (const char* length : {"99", "101", "-1", "1e2", ""})
-    EXPECT_EQ(refusal(bytes_100_to_199(), head(206, {{"Content-Range", "bytes 100-199/1000"},
-                                                     {"Content-Length", length}}))
+    EXPECT_EQ(refusal(bytes_100_to_199(), response_of(206, {{"Content-Range", "bytes 100-199/1000"},
+                                                            {"Content-Length", length}}))
                   .status,
               206)
         << length;
 }
 
 TEST(HttpCheck, A200MeansAServerWithoutRangesOnlyWhenItOpensTheObject) {
-  EXPECT_FALSE(check_response(bytes_100_to_199(), head(200, {{"Content-Length", "7"}})).partial);
+  EXPECT_FALSE(
+      check_response(bytes_100_to_199(), response_of(200, {{"Content-Length", "7"}})).partial);
   const ResourceIdentity known;
-  EXPECT_EQ(refusal(bytes_100_to_199(&known), head(200, {})).status, 200);
-  EXPECT_FALSE(refusal(bytes_100_to_199(&known), head(200, {})).transient);
+  EXPECT_EQ(refusal(bytes_100_to_199(&known), response_of(200, {})).status, 200);
+  EXPECT_FALSE(refusal(bytes_100_to_199(&known), response_of(200, {})).transient);
 }
 
 TEST(HttpCheck, AnotherSizeEtagOrDateIsAChangedObject) {
   const ResourceIdentity known{"\"a\"", "Thu, 01 Jan 1970 00:00:10 GMT", 1000};
   const HttpField range{"Content-Range", "bytes 100-199/1000"};
-  EXPECT_EQ(refusal(bytes_100_to_199(&known), head(206, {range, {"ETag", "\"a\""}})).reason, "");
+  EXPECT_EQ(refusal(bytes_100_to_199(&known), response_of(206, {range, {"ETag", "\"a\""}})).reason,
+            "");
   for (const auto& response :
-       {head(206, {range, {"ETag", "\"b\""}}), head(206, {{"Content-Range", "bytes 100-199/999"}}),
-        head(206, {range, {"Last-Modified", "Thu, 01 Jan 1970 00:00:11 GMT"}})})
+       {response_of(206, {range, {"ETag", "\"b\""}}),
+        response_of(206, {{"Content-Range", "bytes 100-199/999"}}),
+        response_of(206, {range, {"Last-Modified", "Thu, 01 Jan 1970 00:00:11 GMT"}})})
     EXPECT_NE(refusal(bytes_100_to_199(&known), response).reason.find("changed"),
               std::string::npos);
 }
 
 TEST(HttpCheck, AnEmptyObjectMayAnswer416) {
   const RangeRequest first{0, 100, nullptr, false};
-  EXPECT_EQ(check_response(first, head(416, {{"Content-Range", "bytes */0"}})).identity.size, 0u);
-  EXPECT_EQ(refusal(first, head(416, {{"Content-Range", "bytes */5"}})).status, 416);
-  EXPECT_EQ(refusal(first, head(416, {})).status, 416);
+  EXPECT_EQ(check_response(first, response_of(416, {{"Content-Range", "bytes */0"}})).identity.size,
+            0u);
+  EXPECT_EQ(refusal(first, response_of(416, {{"Content-Range", "bytes */5"}})).status, 416);
+  EXPECT_EQ(refusal(first, response_of(416, {})).status, 416);
 }
 
 TEST(HttpCheck, PassingTroubleIsToldFromLastingTrouble) {
   for (const int status : {408, 429, 500, 502, 503, 504, 599})
-    EXPECT_TRUE(failure_of_status(head(status, {}), "").transient) << status;
+    EXPECT_TRUE(failure_of_status(response_of(status, {}), "").transient) << status;
   for (const int status : {400, 401, 403, 404, 410, 412, 416, 501, 505})
-    EXPECT_FALSE(failure_of_status(head(status, {}), "").transient) << status;
-  EXPECT_EQ(failure_of_status(head(404, {}), "").code, Errc::not_found);
-  EXPECT_EQ(failure_of_status(head(403, {}), "").code, Errc::io);
-  EXPECT_EQ(failure_of_status(head(503, {{"Retry-After", "3"}}), "").retry_after,
+    EXPECT_FALSE(failure_of_status(response_of(status, {}), "").transient) << status;
+  EXPECT_EQ(failure_of_status(response_of(404, {}), "").code, Errc::not_found);
+  EXPECT_EQ(failure_of_status(response_of(403, {}), "").code, Errc::io);
+  EXPECT_EQ(failure_of_status(response_of(503, {{"Retry-After", "3"}}), "").retry_after,
             std::chrono::seconds(3));
 }
 
 TEST(HttpCheck, OfAnErrorBodyOnlyTheS3CodeIsUsed) {
   const std::string body =
       "<Error><Code>SignatureDoesNotMatch</Code><StringToSign>secret</StringToSign></Error>";
-  const HttpFailure failure = failure_of_status(head(403, {}), body);
+  const HttpFailure failure = failure_of_status(response_of(403, {}), body);
   EXPECT_NE(failure.reason.find("SignatureDoesNotMatch"), std::string::npos);
   EXPECT_EQ(failure.reason.find("secret"), std::string::npos);
-  EXPECT_EQ(failure_of_status(head(403, {}), "<Code>a b</Code>").reason, "HTTP/1.1 403 Text");
+  EXPECT_EQ(failure_of_status(response_of(403, {}), "<Code>a b</Code>").reason,
+            "HTTP/1.1 403 Text");
 }
 
 TEST(HttpUrl, WhatIsShownHasNeitherCredentialsNorQuery) {

@@ -60,8 +60,8 @@ void HttpBody::close() noexcept {
 void HttpBody::start(const HttpPlace& place, const HttpRequest& request, const Accept& accept,
                      const std::stop_token& stop) {
   close();
-  const auto accept_here = [this, &accept](const ResponseHead& head) -> BodySink* {
-    const uint64_t begin = accept(head);
+  const auto accept_here = [this, &accept](const HttpResponse& response) -> BodySink* {
+    const uint64_t begin = accept(response);
     MutexLock lock(mutex_);
     position_ = begin;
     return this;
@@ -137,8 +137,8 @@ void HttpBody::restart(const HttpPlace& place, const ResourceIdentity& known,
         "read forward only, or use a server with ranges"};
   HttpRequest request;
   if (auto line = condition_header(known)) request.header_lines.push_back(std::move(*line));
-  const auto accept = [&known](const ResponseHead& head) {
-    check_response(RangeRequest{0, 1, &known, true}, head);
+  const auto accept = [&known](const HttpResponse& response) {
+    check_response(RangeRequest{0, 1, &known, true}, response);
     return uint64_t{0};
   };
   start(place, request, accept, stop);

@@ -20,9 +20,9 @@ namespace tensorizer::io {
 
 class HttpBody final : private BodySink {
  public:
-  // Judges the head of the response; returns the byte of the object that the body begins with.
+  // Judges the response; returns the byte of the object that the body begins with.
   // Throws HttpFailure to refuse it.
-  using Accept = std::function<uint64_t(const ResponseHead&)>;
+  using Accept = std::function<uint64_t(const HttpResponse&)>;
 
   explicit HttpBody(HttpClient& client) noexcept : client_(client) {}
 

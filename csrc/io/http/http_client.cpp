@@ -18,14 +18,16 @@ HttpFailure with_hint(HttpFailure failure, RetryEnd end) {
   return failure;
 }
 
-void RedirectedRequest::follow(const ResponseHead& head) {
-  if (request_.body && head.status != 307 && head.status != 308)  // those would turn it into a GET
-    refuse(head, "a redirect that is not followed", "check endpoint and region");
-  const auto location = find_field(head.headers, "location");
-  if (hops_ == max_redirects_) refuse(head, "more than " + std::to_string(hops_) + " redirects");
+void RedirectedRequest::follow(const HttpResponse& response) {
+  if (request_.body && response.status != 307 &&
+      response.status != 308)  // those would turn it into a GET
+    refuse(response, "a redirect that is not followed", "check endpoint and region");
+  const auto location = find_field(response.headers, "location");
+  if (hops_ == max_redirects_)
+    refuse(response, "more than " + std::to_string(hops_) + " redirects");
   auto next = request_.url->resolve(std::string(*location));
   if (!next)
-    refuse(head, "a redirect that is not followed",
+    refuse(response, "a redirect that is not followed",
            "it leads away from https, or is no http(s) URL");
   ++hops_;
   led_to_ = std::move(*next);
@@ -46,8 +48,8 @@ std::unique_ptr<HttpExchange> HttpClient::start(const HttpPlace& place, const Ht
     RedirectedRequest redirected(target->addressed(request), options.max_redirects);
     try {
       auto exchange = std::make_unique<HttpExchange>(options, redirected.get(), accept, counters);
-      while (!exchange->wait_for_head(stop)) {
-        redirected.follow(exchange->head());
+      while (!exchange->wait_for_response(stop)) {
+        redirected.follow(exchange->response());
         exchange = std::make_unique<HttpExchange>(options, redirected.get(), accept, counters);
       }
       endpoint.note_answered();

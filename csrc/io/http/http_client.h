@@ -39,8 +39,9 @@ class RedirectedRequest {
 
   // To where the last redirect has led.
   const HttpRequest& get() const noexcept { return request_; }
-  // Goes on to where the redirect in `head` leads. Throws HttpFailure if it is not to be followed.
-  void follow(const ResponseHead& head);
+  // Goes on to where the redirect in `response` leads. Throws HttpFailure if it is not to be
+  // followed.
+  void follow(const HttpResponse& response);
   const std::optional<HttpUrl>& led_to() const noexcept { return led_to_; }
 
  private:
@@ -58,8 +59,8 @@ struct HttpClient : HttpSender {
       : HttpSender(http_options, http_options.connections),
         endpoint(std::move(address), options.header_provider) {}
 
-  // Sends `request` to where the object is now, and returns when a head was accepted; the caller
-  // goes on with the exchange. Throws HttpFailure, Errc::cancelled, and what renew() throws.
+  // Sends `request` to where the object is now, and returns when a response was accepted; the
+  // caller goes on with the exchange. Throws HttpFailure, Errc::cancelled, and what renew() throws.
   // REQUIRES: the caller has `place`.
   std::unique_ptr<HttpExchange> start(const HttpPlace& place, const HttpRequest& request,
                                       const HttpExchange::Accept& accept,

@@ -181,22 +181,23 @@ size_t HttpExchange::on_data(char* data, size_t size, size_t count, void* self) 
 }
 
 size_t HttpExchange::take_header_line(std::string_view line) {
-  head_nbytes_ += line.size();
-  if (head_nbytes_ > kMaxHeadNbytes)
+  headers_nbytes_ += line.size();
+  if (headers_nbytes_ > kMaxHeadersNbytes)
     throw HttpFailure{Errc::io,
-                      head_complete_ ? "head and trailers of the response are larger than 256 KiB"
-                                     : "the head of the response is larger than 256 KiB",
-                      "", head_.status};
-  if (head_complete_) return line.size();  // trailers of a chunked body
+                      headers_complete_
+                          ? "head and trailers of the response are larger than 256 KiB"
+                          : "the head of the response is larger than 256 KiB",
+                      "", response_.status};
+  if (headers_complete_) return line.size();  // trailers of a chunked body
   if (const auto status = parse_status_line(line)) {
-    // After a 1xx, a second head follows. Words behind the status may quote what was sent.
+    // After a 1xx, further headers follow. Words behind the status may quote what was sent.
     const size_t told = sends_password_ ? line.find(' ') + 4 : line.npos;
-    head_ = ResponseHead{
+    response_ = HttpResponse{
         *status, printable(without_secrets(std::string(line.substr(0, told)), secrets_)), {}};
   } else if (auto field = parse_header_line(line)) {
-    head_.headers.push_back(std::move(*field));
-  } else if ((line == "\r\n" || line == "\n") && head_.status >= 200) {
-    head_is_complete();
+    response_.headers.push_back(std::move(*field));
+  } else if ((line == "\r\n" || line == "\n") && response_.status >= 200) {
+    headers_are_complete();
   }
   return line.size();
 }
@@ -208,15 +209,15 @@ void HttpExchange::note_connection() noexcept {
   counters_.connections.fetch_add(static_cast<uint64_t>(opened), std::memory_order_relaxed);
 }
 
-void HttpExchange::head_is_complete() {
-  head_complete_ = true;
+void HttpExchange::headers_are_complete() {
+  headers_complete_ = true;
   counters_.answered.store(true, std::memory_order_relaxed);
   note_connection();
-  const int status = head_.status;
+  const int status = response_.status;
   // A 416 may be the answer of an empty object; check_response knows. A 304 answers a condition.
   const bool is_answer = !upload_ && (status == 416 || status == 304);
   if ((status < 200 || status >= 300) && !is_answer) return;
-  sink_ = accept_(head_);
+  sink_ = accept_(response_);
   curl_off_t tcp = 0;
   curl_off_t tls = 0;
   curl_off_t first_byte = 0;
@@ -277,13 +278,13 @@ void HttpExchange::resume() {
   if (!end_) reactor_.resume(*this);
 }
 
-bool HttpExchange::wait_for_head(const std::stop_token& stop) {
+bool HttpExchange::wait_for_response(const std::stop_token& stop) {
   std::optional<CURLcode> end;
   {
     MutexLock lock(mutex_);
     const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return accepted_ || end_; };
     if (!changed_.wait(mutex_, stop, is_over)) throw Error(Errc::cancelled, "cancelled");
-    // A failure behind the head is for the thread that waits for the body, and counts its bytes.
+    // A failure behind the headers is for the thread that waits for the body, and counts its bytes.
     if (accepted_) return true;
     end = end_;
   }
@@ -315,15 +316,15 @@ bool HttpExchange::wait_for_body(const std::stop_token& stop, const std::functio
 void HttpExchange::finish(CURLcode code) const {
   if (failure_) std::rethrow_exception(failure_);
   // An error's body that breaks off, or is too long to read on, does not change what the error is.
-  if (head_complete_ && sink_ == nullptr) {
-    if (is_redirect(head_)) return;
-    throw failure_of_status(head_, error_body_);
+  if (headers_complete_ && sink_ == nullptr) {
+    if (is_redirect(response_)) return;
+    throw failure_of_status(response_, error_body_);
   }
   if (code != CURLE_OK) fail(code);
   if (sink_ == nullptr)
     throw HttpFailure{.reason = "the response ended within its head",
                       .hint = "the connection broke",
-                      .status = head_.status,
+                      .status = response_.status,
                       .transient = true};
 }
 
@@ -339,14 +340,14 @@ void HttpExchange::fail(CURLcode code) const {
     failure.hint = "check proxy, http_proxy, https_proxy and all_proxy";
   }
   if (code == CURLE_OPERATION_TIMEDOUT && text.starts_with("Operation too slow")) {
-    const bool heard = received_ + head_nbytes_ + error_body_nbytes_ > 0;
+    const bool heard = received_ + headers_nbytes_ + error_body_nbytes_ > 0;
     failure.reason = "the transfer stalled: " + text;
     failure.hint = "";
     failure.reached = heard;
     failure.silent = !heard;
     failure.stalled_body = sink_ != nullptr && gives_up_stalled_body_;
   }
-  if (head_complete_ && code == CURLE_PARTIAL_FILE)
+  if (headers_complete_ && code == CURLE_PARTIAL_FILE)
     failure.reason =
         "the body ended after " + std::to_string(received_) + " bytes: " + failure.reason;
   // On a connection that was used before, this may be what an earlier response left behind.
@@ -356,13 +357,13 @@ void HttpExchange::fail(CURLcode code) const {
   if (is_garbage && opened == 0) failure.transient = true;
   long proxy_status = 0;
   curl_easy_getinfo(easy(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
-  if (proxy_status >= 300 && head_.status == 0) {
+  if (proxy_status >= 300 && response_.status == 0) {
     failure.transient = is_passing(static_cast<int>(proxy_status));
     failure.reached = true;
     failure.hint = proxy_status == 407 ? "the proxy wants credentials"
                                        : "the proxy does not connect to this host";
   }
-  failure.status = head_.status;
+  failure.status = response_.status;
   throw failure;
 }
 

@@ -1,4 +1,5 @@
-// One GET or PUT: sends it, judges the head as soon as it is in, hands the body to a sink.
+// One GET or PUT: sends it, judges the response as soon as its headers are in, hands the body to a
+// sink.
 //
 // The thread that makes it waits; a thread of the reactor moves it, and calls `accept` and the
 // sink. Neither is called after the destructor. Confined to one thread.
@@ -55,34 +56,34 @@ struct HttpCounters {
   std::atomic<uint64_t> bytes{0};
   std::atomic<uint64_t> requests{0};
   std::atomic<uint64_t> connections{0};
-  std::atomic<bool> answered{false};  // a server has sent the head of a response
+  std::atomic<bool> answered{false};  // a server has sent the headers of a response
 };
 
 class HttpExchange final : private HttpTransfer {
  public:
-  // Called with the head of a response that is neither an error nor a redirect, and of what answers
-  // a GET as well as an error (304, 416); returns the sink of the body. Throws HttpFailure to
-  // refuse it.
-  using Accept = std::function<BodySink*(const ResponseHead&)>;
+  // Called with the headers of a response that is neither an error nor a redirect, and of what
+  // answers a GET as well as an error (304, 416); returns the sink of the body. Throws HttpFailure
+  // to refuse it.
+  using Accept = std::function<BodySink*(const HttpResponse&)>;
 
   HttpExchange(const HttpOptions& options, const HttpRequest& request, Accept accept,
                HttpCounters& counters);
   ~HttpExchange() override;
 
-  // Returns true when the head was accepted, false when the response is a redirect. Throws
+  // Returns true when the response was accepted, false when the response is a redirect. Throws
   // HttpFailure, Errc::cancelled.
-  bool wait_for_head(const std::stop_token& stop);
+  bool wait_for_response(const std::stop_token& stop);
   // Returns true when the body is in, false when `enough`, if not empty, says so. Calls
   // `on_idle`, if not empty, now and then; it may throw. Throws HttpFailure, Errc::cancelled.
   bool wait_for_body(const std::stop_token& stop, const std::function<bool()>& enough,
                      const std::function<void()>& on_idle);
 
-  // REQUIRES: wait_for_head() has returned.
-  const ResponseHead& head() const noexcept { return head_; }
+  // REQUIRES: wait_for_response() has returned.
+  const HttpResponse& response() const noexcept { return response_; }
   // Goes on after the sink was not ready.
   void resume();
 
-  // REQUIRES: wait_for_head() has returned.
+  // REQUIRES: wait_for_response() has returned.
   std::chrono::duration<double> time_to_connect() const noexcept { return time_to_connect_; }
   std::chrono::duration<double> time_to_first_byte() const noexcept { return time_to_first_byte_; }
 
@@ -92,7 +93,7 @@ class HttpExchange final : private HttpTransfer {
   static size_t on_send(char* data, size_t size, size_t count, void* self) noexcept;
   static int on_seek(void* self, curl_off_t offset, int origin) noexcept;
   size_t take_header_line(std::string_view line);
-  void head_is_complete();
+  void headers_are_complete();
   size_t take_body(std::string_view text);
   void configure(const HttpRequest& request);
   void configure_headers(const HttpRequest& request);
@@ -116,12 +117,12 @@ class HttpExchange final : private HttpTransfer {
 
   // Of the thread of the reactor until `accepted_` or `end_`.
   Accept accept_;
-  ResponseHead head_;
+  HttpResponse response_;
   std::chrono::duration<double> time_to_connect_{0};
   std::chrono::duration<double> time_to_first_byte_{0};
   // Of the thread of the reactor until `end_`.
-  size_t head_nbytes_ = 0;
-  bool head_complete_ = false;
+  size_t headers_nbytes_ = 0;
+  bool headers_complete_ = false;
   BodySink* sink_ = nullptr;
   std::string error_body_;
   uint64_t error_body_nbytes_ = 0;

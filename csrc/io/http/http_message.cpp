@@ -101,10 +101,10 @@ std::string range_text(uint64_t first, uint64_t nbytes) {
   return std::to_string(first) + "-" + std::to_string(first + nbytes - 1);
 }
 
-ResourceIdentity identity_of(const ResponseHead& head, std::optional<uint64_t> size) {
+ResourceIdentity identity_of(const HttpResponse& response, std::optional<uint64_t> size) {
   ResourceIdentity identity;
-  if (const auto etag = find_field(head.headers, "etag")) identity.etag = std::string(*etag);
-  if (const auto date = find_field(head.headers, "last-modified"))
+  if (const auto etag = find_field(response.headers, "etag")) identity.etag = std::string(*etag);
+  if (const auto date = find_field(response.headers, "last-modified"))
     identity.last_modified = std::string(*date);
   identity.size = size;
   return identity;
@@ -125,83 +125,85 @@ std::optional<int> parse_status_line(std::string_view line) noexcept {
   return static_cast<int>(*status);
 }
 
-void refuse(const ResponseHead& head, const std::string& reason, const std::string& hint) {
-  throw HttpFailure{Errc::io, reason + " (" + head.status_line + ")", hint, head.status};
+void refuse(const HttpResponse& response, const std::string& reason, const std::string& hint) {
+  throw HttpFailure{Errc::io, reason + " (" + response.status_line + ")", hint, response.status};
 }
 
 namespace {
 
-[[noreturn]] void refuse_changed(const ResponseHead& head, const char* what) {
-  refuse(head, std::string("the object changed while it was read: ") + what,
+[[noreturn]] void refuse_changed(const HttpResponse& response, const char* what) {
+  refuse(response, std::string("the object changed while it was read: ") + what,
          "load it again once writing has ended");
 }
 
-std::optional<uint64_t> content_length(const ResponseHead& head) {
-  const auto text = find_field(head.headers, "content-length");
+std::optional<uint64_t> content_length(const HttpResponse& response) {
+  const auto text = find_field(response.headers, "content-length");
   // With a transfer coding the length is not the body's.
-  if (!text || find_field(head.headers, "transfer-encoding")) return std::nullopt;
+  if (!text || find_field(response.headers, "transfer-encoding")) return std::nullopt;
   const auto length = parse_decimal(*text);
-  if (!length) refuse(head, "Content-Length is no number: '" + printable(*text, 60) + "'");
+  if (!length) refuse(response, "Content-Length is no number: '" + printable(*text, 60) + "'");
   return length;
 }
 
 // A body that was packed for the way is not what its lengths and ranges count, and may unpack to
 // any size; nobody asked for one.
-void check_transfer_coding(const ResponseHead& head) {
-  for (const auto& [name, value] : head.headers) {
+void check_transfer_coding(const HttpResponse& response) {
+  for (const auto& [name, value] : response.headers) {
     if (!equals_ignoring_case(name, "transfer-encoding")) continue;
     // "identity" is RFC 2616's word for none.
     if (!equals_ignoring_case(value, "chunked") && !equals_ignoring_case(value, "identity"))
-      refuse(head, "expected a body as it is, got Transfer-Encoding '" + printable(value, 60) + "'",
+      refuse(response,
+             "expected a body as it is, got Transfer-Encoding '" + printable(value, 60) + "'",
              "the server breaks the HTTP standard");
   }
 }
 
-void check_identity(const ResponseHead& head, const ResourceIdentity& known,
+void check_identity(const HttpResponse& response, const ResourceIdentity& known,
                     const ResourceIdentity& found) {
   if (known.size && found.size && *known.size != *found.size) {
     const std::string sizes =
         std::to_string(*known.size) + " bytes at open, now " + std::to_string(*found.size);
-    refuse_changed(head, sizes.c_str());
+    refuse_changed(response, sizes.c_str());
   }
   // A server that no longer says what the object was recognised by may send another object.
   if (known.etag) {
-    if (!found.etag) refuse_changed(head, "it had an ETag, and now has none");
-    if (*known.etag != *found.etag) refuse_changed(head, "its ETag is another one");
+    if (!found.etag) refuse_changed(response, "it had an ETag, and now has none");
+    if (*known.etag != *found.etag) refuse_changed(response, "its ETag is another one");
   } else if (known.last_modified) {
-    if (!found.last_modified) refuse_changed(head, "it had a Last-Modified, and now has none");
+    if (!found.last_modified) refuse_changed(response, "it had a Last-Modified, and now has none");
     if (*known.last_modified != *found.last_modified)
-      refuse_changed(head, "its Last-Modified is another one");
+      refuse_changed(response, "its Last-Modified is another one");
   }
 }
 
-CheckedResponse check_partial(const RangeRequest& request, const ResponseHead& head) {
+CheckedResponse check_partial(const RangeRequest& request, const HttpResponse& response) {
   const uint64_t wanted_last = request.first + request.nbytes - 1;
   const std::string wanted = "expected bytes " + range_text(request.first, request.nbytes);
-  const auto text = find_field(head.headers, "content-range");
-  if (!text) refuse(head, wanted + ", got no Content-Range", "the server breaks the HTTP standard");
+  const auto text = find_field(response.headers, "content-range");
+  if (!text)
+    refuse(response, wanted + ", got no Content-Range", "the server breaks the HTTP standard");
   const auto range = parse_content_range(*text);
   const std::string found = ", got Content-Range '" + printable(*text, 80) + "'";
-  if (!range || !range->satisfied) refuse(head, wanted + found);
+  if (!range || !range->satisfied) refuse(response, wanted + found);
   uint64_t expected_last = wanted_last;
   if (range->total) expected_last = std::min(expected_last, *range->total - 1);
   // Without a total, a shorter answer may be the end of the object: the next request will tell.
   const bool last_fits = range->total ? range->last == expected_last : range->last <= expected_last;
-  if (range->first != request.first || !last_fits) refuse(head, wanted + found);
+  if (range->first != request.first || !last_fits) refuse(response, wanted + found);
   CheckedResponse result;
   result.body_nbytes = range->last - range->first + 1;
-  const auto length = content_length(head);
+  const auto length = content_length(response);
   if (length && *length != *result.body_nbytes)
-    refuse(head, wanted + found + " but Content-Length " + std::to_string(*length));
-  result.identity = identity_of(head, range->total);
+    refuse(response, wanted + found + " but Content-Length " + std::to_string(*length));
+  result.identity = identity_of(response, range->total);
   return result;
 }
 
-CheckedResponse check_whole(const ResponseHead& head) {
+CheckedResponse check_whole(const HttpResponse& response) {
   CheckedResponse result;
   result.partial = false;
-  result.body_nbytes = content_length(head);
-  result.identity = identity_of(head, result.body_nbytes);
+  result.body_nbytes = content_length(response);
+  result.identity = identity_of(response, result.body_nbytes);
   return result;
 }
 
@@ -258,56 +260,57 @@ bool is_passing(int status) noexcept {
   return status == 408 || status == 429 || status >= 500;
 }
 
-bool is_redirect(const ResponseHead& head) noexcept {
-  const int status = head.status;
+bool is_redirect(const HttpResponse& response) noexcept {
+  const int status = response.status;
   return (status == 301 || status == 302 || status == 303 || status == 307 || status == 308) &&
-         find_field(head.headers, "location");
+         find_field(response.headers, "location");
 }
 
-HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
+HttpFailure failure_of_status(const HttpResponse& response, std::string_view body) {
   HttpFailure failure;
-  failure.status = head.status;
-  failure.reason = head.status_line;
+  failure.status = response.status;
+  failure.reason = response.status_line;
   const std::string code = s3_error_code(body);
   if (!code.empty()) failure.reason += " [" + code + "]";
   failure.hint = hint_in(kHintsOfS3, code);
-  if (failure.hint.empty()) failure.hint = hint_in(kHintsOfStatus, head.status);
-  if (failure.hint.empty() && head.status / 100 == 3 && head.status != 304)
+  if (failure.hint.empty()) failure.hint = hint_in(kHintsOfStatus, response.status);
+  if (failure.hint.empty() && response.status / 100 == 3 && response.status != 304)
     failure.hint = "a redirect without a target that can be followed";
-  if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
+  if (response.status == 404 || response.status == 410) failure.code = Errc::not_found;
   // S3 says so, with status 400, of an upload whose bytes came too slowly, or not as they were
   // sent.
-  failure.transient = is_passing(head.status) || code == "RequestTimeout" || code == "BadDigest";
-  if (const auto after = find_field(head.headers, "retry-after"))
+  failure.transient =
+      is_passing(response.status) || code == "RequestTimeout" || code == "BadDigest";
+  if (const auto after = find_field(response.headers, "retry-after"))
     failure.retry_after = parse_retry_after(*after, std::time(nullptr));
   return failure;
 }
 
-CheckedResponse check_response(const RangeRequest& request, const ResponseHead& head) {
+CheckedResponse check_response(const RangeRequest& request, const HttpResponse& response) {
   CheckedResponse result;
-  if (head.status == 206 || head.status == 200) check_transfer_coding(head);
-  if (head.status == 206) {
+  if (response.status == 206 || response.status == 200) check_transfer_coding(response);
+  if (response.status == 206) {
     if (request.ranges_refused)
-      refuse(head, "a server without ranges answered with one",
+      refuse(response, "a server without ranges answered with one",
              "it may be several servers: load again");
-    result = check_partial(request, head);
-  } else if (head.status == 200) {
+    result = check_partial(request, response);
+  } else if (response.status == 200) {
     if (request.known != nullptr && !request.ranges_refused)
-      refuse(head, "expected status 206 for a range, got the whole object",
+      refuse(response, "expected status 206 for a range, got the whole object",
              "the server has stopped to answer ranges, or the object changed");
-    result = check_whole(head);
-  } else if (head.status == 416 && request.known == nullptr && request.first == 0) {
-    const auto text = find_field(head.headers, "content-range");
+    result = check_whole(response);
+  } else if (response.status == 416 && request.known == nullptr && request.first == 0) {
+    const auto text = find_field(response.headers, "content-range");
     const auto range = text ? parse_content_range(*text) : std::nullopt;
-    if (!range || range->satisfied || range->total != 0) throw failure_of_status(head, {});
+    if (!range || range->satisfied || range->total != 0) throw failure_of_status(response, {});
     result.body_nbytes = 0;
-    result.identity = identity_of(head, 0);
-  } else if (head.status >= 200 && head.status < 300) {
-    refuse(head, "expected status 206 or 200", "the server gave no content");
+    result.identity = identity_of(response, 0);
+  } else if (response.status >= 200 && response.status < 300) {
+    refuse(response, "expected status 206 or 200", "the server gave no content");
   } else {
-    throw failure_of_status(head, {});
+    throw failure_of_status(response, {});
   }
-  if (request.known != nullptr) check_identity(head, *request.known, result.identity);
+  if (request.known != nullptr) check_identity(response, *request.known, result.identity);
   return result;
 }
 

@@ -1,5 +1,5 @@
-// Heads of HTTP responses: what they say, whether they answer the request, for the same object, and
-// whether another try is worth while. Pure.
+// Status and headers of HTTP responses: what they say, whether they answer the request, for the
+// same object, and whether another try is worth while. Pure.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@
 
 namespace tensorizer::io {
 
-inline constexpr size_t kMaxHeadNbytes = size_t{256} << 10;
+inline constexpr size_t kMaxHeadersNbytes = size_t{256} << 10;
 // Of an error's body: enough for the S3 error code.
 inline constexpr size_t kKeptErrorNbytes = 4096;
 
@@ -26,7 +26,7 @@ using HttpHeaderList = std::vector<HttpField>;
 std::optional<std::string_view> find_field(const HttpHeaderList& fields,
                                            std::string_view name) noexcept;
 
-struct ResponseHead {
+struct HttpResponse {
   int status = 0;
   std::string status_line;  // "HTTP/1.1 404 Not Found", printable, short, without secrets
   HttpHeaderList headers;
@@ -56,7 +56,7 @@ std::optional<ContentRange> parse_content_range(std::string_view text) noexcept;
 // Seconds or an HTTP date; a date in the past is zero.
 std::optional<std::chrono::milliseconds> parse_retry_after(std::string_view text, std::time_t now);
 
-ResourceIdentity identity_of(const ResponseHead& head, std::optional<uint64_t> size);
+ResourceIdentity identity_of(const HttpResponse& response, std::optional<uint64_t> size);
 
 // Splits "Name: value\r\n"; nullopt for anything else.
 std::optional<HttpField> parse_header_line(std::string_view line);
@@ -117,21 +117,21 @@ struct CheckedResponse {
 
 // The one place where a 2xx (or the 416 of an empty object) is accepted. Throws HttpFailure for
 // every other response and for each contradiction: Content-Range, Content-Length, size, ETag, date.
-CheckedResponse check_response(const RangeRequest& request, const ResponseHead& head);
+CheckedResponse check_response(const RangeRequest& request, const HttpResponse& response);
 
 // The failure that a response with an error status means. `body` is the beginning of its body, of
 // which only an S3 error code is used.
-HttpFailure failure_of_status(const ResponseHead& head, std::string_view body);
+HttpFailure failure_of_status(const HttpResponse& response, std::string_view body);
 
 // Throws the HttpFailure of a response that cannot be used; `reason` comes with its status line.
-[[noreturn]] void refuse(const ResponseHead& head, const std::string& reason,
+[[noreturn]] void refuse(const HttpResponse& response, const std::string& reason,
                          const std::string& hint = {});
 
 // True for statuses that may be another one later: 408, 429, and 5xx but for 501 and 505.
 bool is_passing(int status) noexcept;
 
 // True for 301, 302, 303, 307, 308 that name a target.
-bool is_redirect(const ResponseHead& head) noexcept;
+bool is_redirect(const HttpResponse& response) noexcept;
 
 // Conditions under which the server may answer with bytes of the object seen at open, as header
 // lines.

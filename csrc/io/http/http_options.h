@@ -39,7 +39,8 @@ struct HttpOptions {
   // Requests at the same time: see ConnectionLimit; those of the whole process together.
   unsigned connections = 0;
   unsigned max_connections = 64;
-  // Bytes of the first request, kept in memory, and of each later one.
+  // Bytes of the first request, which holds the head of most files and is kept in memory; and of
+  // each later one.
   uint64_t head_nbytes = uint64_t{1} << 20;
   uint64_t unit_nbytes = uint64_t{8} << 20;
 

@@ -25,28 +25,28 @@ PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
 }
 
 // One try, along redirects (S3 sends 307 to the region of a bucket).
-ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarget& target,
+HttpResponse put_once(HttpUploader& uploader, const HttpPut& put, const PutTarget& target,
                       const std::stop_token& stop) {
   const HttpPlace place(uploader.places, stop);
   BodySink nowhere;
-  const auto accept = [&](const ResponseHead&) { return &nowhere; };
+  const auto accept = [&](const HttpResponse&) { return &nowhere; };
   RedirectedRequest redirected(
       {.url = &target.url, .further_headers = &target.headers, .body = put.body},
       uploader.options.max_redirects);
   for (;;) {
     HttpExchange exchange(uploader.options, redirected.get(), accept, uploader.counters);
-    if (exchange.wait_for_head(stop)) {
+    if (exchange.wait_for_response(stop)) {
       exchange.wait_for_body(stop, {}, {});
-      return exchange.head();
+      return exchange.response();
     }
-    redirected.follow(exchange.head());
+    redirected.follow(exchange.response());
   }
 }
 
 }  // namespace
 
-ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop) {
-  ResponseHead response;
+HttpResponse http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop) {
+  HttpResponse response;
   std::string name = put.display_name;
   with_http_retries(
       uploader.options, uploader.counters,

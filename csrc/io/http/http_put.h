@@ -31,9 +31,9 @@ struct HttpPut {
   ConstBuffer body;
 };
 
-// Returns the head of the 2xx response (its ETag, for a part of a multipart upload). Throws Error:
+// Returns the 2xx response (its ETag, for a part of a multipart upload). Throws Error:
 // io, not_found, cancelled, and what target() throws. Nothing reads the body any more when it
 // returns or throws.
-ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop);
+HttpResponse http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop);
 
 }  // namespace tensorizer::io

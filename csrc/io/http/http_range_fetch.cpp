@@ -52,8 +52,8 @@ uint64_t fetch_range(HttpClient& client, const ResourceIdentity& known, uint64_t
       const RangeRequest wanted{offset + start, nbytes - start, &known, false};
       request.range = range_text(wanted.first, wanted.nbytes);
       uint64_t expected = 0;
-      const auto accept = [&](const ResponseHead& head) -> BodySink* {
-        expected = check_response(wanted, head).body_nbytes.value_or(0);
+      const auto accept = [&](const HttpResponse& response) -> BodySink* {
+        expected = check_response(wanted, response).body_nbytes.value_or(0);
         return &sink;
       };
       try {

@@ -32,7 +32,7 @@ std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, const HttpOpti
 
 void HttpSource::open_first(const std::stop_token& stop) {
   auto body = std::make_unique<HttpBody>(client_);
-  request_head(*body, stop);
+  request_first(*body, stop);
   note_first(body->exchange());
   const Buffer head(head_);
   std::optional<HttpFailure> broke;
@@ -66,13 +66,13 @@ void HttpSource::open_first(const std::stop_token& stop) {
   head_.resize(received);
 }
 
-void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
+void HttpSource::request_first(HttpBody& body, const std::stop_token& stop) {
   uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
   const RangeRequest wanted{begin_, nbytes, nullptr, false};
   HttpRequest request{.range = range_text(begin_, nbytes)};
   if (known_) request.header_lines.push_back("If-None-Match: " + *known_->etag);
-  const auto accept = [&](const ResponseHead& head) { return accept_first(wanted, head); };
+  const auto accept = [&](const HttpResponse& response) { return accept_first(wanted, response); };
   const auto attempt = [&] {
     const HttpPlace place(client_.places, stop);
     for (;;) {
@@ -99,14 +99,14 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
 
 void HttpSource::note_first(const HttpExchange& exchange) {
   name_ = client_.endpoint.name();
-  head_response_ = exchange.head();
+  response_ = exchange.response();
   seconds_to_connect_ = exchange.time_to_connect().count();
   seconds_to_response_ = exchange.time_to_first_byte().count();
   client_.places.limit.note_first_answer(exchange.time_to_first_byte() -
                                          exchange.time_to_connect());
 }
 
-uint64_t HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response) {
+uint64_t HttpSource::accept_first(const RangeRequest& request, const HttpResponse& response) {
   if (response.status == 304 && known_) {
     const auto etag = find_field(response.headers, "etag");
     if (etag && *etag != *known_->etag) refuse(response, "its ETag is not the one asked about");

@@ -1,8 +1,8 @@
 // An object behind http(s)://, read by ranges over several connections, or in one pass where the
 // server knows no ranges.
 //
-// The request that opens it asks for its first bytes (HttpOptions::head_nbytes) and keeps them:
-// reads inside are served from memory. What the response says about size, ETag and date is held
+// The request that opens it asks for its head, the first HttpOptions::head_nbytes bytes, and keeps
+// it: reads inside are served from memory. What the response says about size, ETag and date is held
 // against every later response, so the bytes of two versions never mix. Safe from many threads;
 // without ranges they take turns.
 #pragma once
@@ -54,9 +54,9 @@ class HttpSource final : public RangeSource {
   // later reads open new ones.
   void close_connections() noexcept;
 
-  bool is_known() const noexcept { return head_response_.status == 304; }
+  bool is_known() const noexcept { return response_.status == 304; }
   // Of the response that opened the object.
-  const ResponseHead& response_head() const noexcept { return head_response_; }
+  const HttpResponse& response() const noexcept { return response_; }
   double seconds_to_connect() const noexcept { return seconds_to_connect_; }
   double seconds_to_response() const noexcept { return seconds_to_response_; }
 
@@ -68,9 +68,9 @@ class HttpSource final : public RangeSource {
              std::optional<uint64_t> end);
 
   void open_first(const std::stop_token& stop);
-  // Returns when the head of a response was accepted; `body` has the body.
-  void request_head(HttpBody& body, const std::stop_token& stop);
-  uint64_t accept_first(const RangeRequest& request, const ResponseHead& response);
+  // Returns when a response was accepted; `body` has the body.
+  void request_first(HttpBody& body, const std::stop_token& stop);
+  uint64_t accept_first(const RangeRequest& request, const HttpResponse& response);
   void note_first(const HttpExchange& exchange);
   Error open_error(const HttpFailure& failure, int tries) const;
   // Whether no read can need the server any more.
@@ -91,7 +91,7 @@ class HttpSource final : public RangeSource {
   std::vector<std::byte> head_;            // the bytes [begin_, begin_ + head_.size())
   std::optional<ResourceIdentity> known_;  // to the opener; until a server refuses to compare
   ResourceIdentity identity_;
-  ResponseHead head_response_;
+  HttpResponse response_;
   bool has_ranges_ = true;
   double seconds_to_connect_ = 0;
   double seconds_to_response_ = 0;
