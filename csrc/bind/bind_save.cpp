@@ -28,10 +28,10 @@ TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
   return tensor;
 }
 
-// Waits for a step of a call; an interpreter that exits meanwhile undoes the call.
-template <class Step, class Poll>
-void run_step(SaveSession& session, bool brief, Step&& step, Poll&& on_poll) {
-  run_interruptible(brief ? Where::here : Where::helper_thread, std::forward<Step>(step),
+// Waits for a part of a call; an interpreter that exits meanwhile undoes the call.
+template <class Work, class Poll>
+void run_part(SaveSession& session, bool brief, Work&& work, Poll&& on_poll) {
+  run_interruptible(brief ? Where::here : Where::helper_thread, std::forward<Work>(work),
                     std::forward<Poll>(on_poll), [&] { session.abort_call(); });
 }
 
@@ -46,7 +46,7 @@ void begin_call(SaveSession& session, const py::list& items, bool growing, const
   tensors.reserve(items.size());
   for (size_t i = 0; i < items.size(); ++i)
     tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
-  run_step(
+  run_part(
       session, session.is_brief(tensors, growing),
       [&](const std::stop_token& stop) {
         session.begin_call(std::move(tensors), paths, ties, growing, stop);
@@ -64,7 +64,7 @@ void write_payloads(SaveSession& session, const py::list& items, device::CopyEng
     payloads.push_back({reinterpret_cast<std::byte*>(address), nbytes, nullptr});
   }
   if (engine != nullptr) engine->order_after_caller();
-  run_step(
+  run_part(
       session, session.call_is_brief() && engine == nullptr,
       [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
       report_to(progress, [&] { return session.nbytes_done(); }));
@@ -117,7 +117,7 @@ void register_save(py::module_& m) {
       .def("records", &record_facts)
       .def("finish_call",
            [](SaveSession& session) {
-             run_step(
+             run_part(
                  session, session.call_is_brief(),
                  [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
            })

@@ -84,13 +84,13 @@ class Parser {
   }
 
   void take_slice(PyObject* item) {
-    Py_ssize_t start = 0, stop = 0, step = 0;
-    if (PySlice_Unpack(item, &start, &stop, &step) < 0) throw py::error_already_set();
-    if (step < 0) throw py::value_error("step must be greater than zero");
+    Py_ssize_t start = 0, stop = 0, stride = 0;
+    if (PySlice_Unpack(item, &start, &stop, &stride) < 0) throw py::error_already_set();
+    if (stride < 0) throw py::value_error("step must be greater than zero");
     const auto size = static_cast<Py_ssize_t>(next_dim());
-    const Py_ssize_t count = PySlice_AdjustIndices(size, &start, &stop, step);
+    const Py_ssize_t count = PySlice_AdjustIndices(size, &start, &stop, stride);
     add({static_cast<uint64_t>(count == 0 ? 0 : start), static_cast<uint64_t>(count),
-         static_cast<uint64_t>(step)});
+         static_cast<uint64_t>(stride)});
   }
 
   const std::span<const uint64_t> shape_;

@@ -15,7 +15,7 @@ constexpr uint16_t kParallelChunk = 2;
 constexpr uint16_t kSequentialChunk = 3;
 constexpr uint16_t kPwhashMethod = 1;
 
-constexpr uint64_t kChunkNbytesStep = 64;
+constexpr uint64_t kChunkNbytesMultiple = 64;
 
 // Bytes of a chunk behind its length, salt or MACs included.
 constexpr uint64_t kDerivationChunkNbytes = kDerivationNbytes - 8;
@@ -46,7 +46,7 @@ KeyDerivation parse_derivation(ByteCursor& cursor) {
 CipherChunks parse_parallel(ByteCursor& cursor) {
   CipherChunks cipher;
   cipher.chunk_nbytes = cursor.read_le<uint64_t>("chunk size");
-  if (cipher.chunk_nbytes < kMinChunkNbytes || cipher.chunk_nbytes % kChunkNbytesStep != 0) {
+  if (cipher.chunk_nbytes < kMinChunkNbytes || cipher.chunk_nbytes % kChunkNbytesMultiple != 0) {
     cursor.fail("chunk size", "cipher chunk size " + std::to_string(cipher.chunk_nbytes) +
                                   " is not a multiple of 64 from 1024 up");
   }

@@ -284,10 +284,10 @@ void append_json_string(std::string& out, std::string_view text, bool ascii) {
   constexpr std::string_view kLetters = "\"\\btnfr";
   out.push_back('"');
   while (!text.empty()) {
-    const Utf8Char step = ascii ? decode_utf8(text, /*allow_surrogates=*/true)
+    const Utf8Char next = ascii ? decode_utf8(text, /*allow_surrogates=*/true)
                                 : Utf8Char{static_cast<uint8_t>(text.front()), 1};
-    const uint32_t c = step.code_point;
-    if (step.nbytes == 0) throw Error(Errc::invalid_argument, "a tensor name is not valid UTF-8");
+    const uint32_t c = next.code_point;
+    if (next.nbytes == 0) throw Error(Errc::invalid_argument, "a tensor name is not valid UTF-8");
     const size_t found = c < 0x80 ? kSpecial.find(static_cast<char>(c)) : std::string_view::npos;
     if (found != std::string_view::npos) {
       out.push_back('\\');
@@ -298,9 +298,9 @@ void append_json_string(std::string& out, std::string_view text, bool ascii) {
     } else if (c < 0x20 || (ascii && c >= 0x7F)) {
       append_hex_escape(out, c);
     } else {
-      out += text.substr(0, step.nbytes);
+      out += text.substr(0, next.nbytes);
     }
-    text.remove_prefix(step.nbytes);
+    text.remove_prefix(next.nbytes);
   }
   out.push_back('"');
 }

@@ -48,11 +48,11 @@ size_t append_printable(std::string& out, std::string_view text, size_t limit) {
   constexpr char kDigits[] = "0123456789abcdef";
   size_t at = 0;
   while (at < text.size() && out.size() < limit) {
-    const Utf8Char step = decode_utf8(text.substr(at));
-    const uint32_t c = step.code_point;
-    const bool printable = step.nbytes > 0 && c >= 0x20 && !(c >= 0x7F && c < 0xA0) &&
+    const Utf8Char next = decode_utf8(text.substr(at));
+    const uint32_t c = next.code_point;
+    const bool printable = next.nbytes > 0 && c >= 0x20 && !(c >= 0x7F && c < 0xA0) &&
                            !(c >= 0x2000 && c <= 0x206F) && c != 0xFEFF;
-    const size_t taken = std::max<size_t>(step.nbytes, 1);
+    const size_t taken = std::max<size_t>(next.nbytes, 1);
     if (printable) {
       out += text.substr(at, taken);
     } else {

@@ -40,9 +40,9 @@ bool is_utf8(std::string_view text) noexcept {
       text.remove_prefix(8);
     }
     if (text.empty()) break;
-    const Utf8Char step = decode_utf8(text);
-    if (step.nbytes == 0) return false;
-    text.remove_prefix(step.nbytes);
+    const Utf8Char next = decode_utf8(text);
+    if (next.nbytes == 0) return false;
+    text.remove_prefix(next.nbytes);
   }
   return true;
 }

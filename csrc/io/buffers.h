@@ -61,10 +61,10 @@ class BufferCursor {
     while (done < bytes.size() && room_ > 0) {
       drop_full();
       const std::span<Byte>& buffer = buffers_.front();
-      const size_t step = std::min(bytes.size() - done, buffer.size() - used_);
-      std::memcpy(buffer.data() + used_, bytes.data() + done, step);
-      advance(step);
-      done += step;
+      const size_t n = std::min(bytes.size() - done, buffer.size() - used_);
+      std::memcpy(buffer.data() + used_, bytes.data() + done, n);
+      advance(n);
+      done += n;
     }
     return done;
   }
@@ -72,9 +72,9 @@ class BufferCursor {
   // Notes that the next `nbytes` are in place.
   void skip(uint64_t nbytes) noexcept {
     while (nbytes > 0 && !buffers_.empty()) {
-      const uint64_t step = std::min<uint64_t>(nbytes, buffers_.front().size() - used_);
-      advance(static_cast<size_t>(step));
-      nbytes -= step;
+      const uint64_t n = std::min<uint64_t>(nbytes, buffers_.front().size() - used_);
+      advance(static_cast<size_t>(n));
+      nbytes -= n;
     }
   }
 
@@ -103,9 +103,9 @@ class BufferCursor {
   uint64_t room() const noexcept { return room_; }
 
  private:
-  void advance(size_t step) noexcept {
-    used_ += step;
-    room_ -= step;
+  void advance(size_t n) noexcept {
+    used_ += n;
+    room_ -= n;
     drop_full();
   }
   void drop_full() noexcept {

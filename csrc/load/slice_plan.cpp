@@ -85,10 +85,10 @@ class Cutter {
         close();
         open(at);
       }
-      const uint64_t step = std::min(left, limit_ - at);
-      extend(at + step, step);
-      at += step;
-      left -= step;
+      const uint64_t n = std::min(left, limit_ - at);
+      extend(at + n, n);
+      at += n;
+      left -= n;
     }
   }
 
@@ -229,14 +229,14 @@ SliceRuns runs_of(std::span<const uint64_t> shape, uint32_t itemsize,
     if (taken.count == 0) return {};
     runs.offset += taken.start * element;
     if (taken.count > 1) {
-      const uint64_t stride = taken.step * element;
-      if (stride == runs.run_nbytes && runs.loops.empty()) {
+      const uint64_t stride_nbytes = taken.stride * element;
+      if (stride_nbytes == runs.run_nbytes && runs.loops.empty()) {
         runs.run_nbytes *= taken.count;
       } else if (!runs.loops.empty() &&
-                 stride == runs.loops.back().count * runs.loops.back().stride_nbytes) {
+                 stride_nbytes == runs.loops.back().count * runs.loops.back().stride_nbytes) {
         runs.loops.back().count *= taken.count;
       } else {
-        runs.loops.push_back({taken.count, stride});
+        runs.loops.push_back({taken.count, stride_nbytes});
       }
     }
     element *= shape[d];

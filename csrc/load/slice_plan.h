@@ -15,11 +15,12 @@
 
 namespace tensorizer::load {
 
-// What is taken of one dimension: `count` elements from `start` on, every `step`-th. `step` >= 1.
+// What is taken of one dimension: `count` elements from `start` on, every `stride`-th. `stride`
+// >= 1.
 struct SliceDim {
   uint64_t start = 0;
   uint64_t count = 0;
-  uint64_t step = 1;
+  uint64_t stride = 1;
 };
 
 // A loop around runs: `count` times, `stride_nbytes` from one begin to the next.
@@ -63,11 +64,11 @@ void for_each_run(const SliceRuns& runs, uint64_t place, uint64_t nbytes, Fn&& f
     offset += at[i] * runs.loops[i].stride_nbytes;
   }
   for (;;) {
-    const uint64_t step = std::min(runs.run_nbytes - skip, nbytes);
-    fn(offset + skip, place, step);
-    nbytes -= step;
+    const uint64_t n = std::min(runs.run_nbytes - skip, nbytes);
+    fn(offset + skip, place, n);
+    nbytes -= n;
     if (nbytes == 0) return;
-    place += step;
+    place += n;
     skip = 0;
     for (size_t i = depth; i-- > 0;) {
       offset += runs.loops[i].stride_nbytes;

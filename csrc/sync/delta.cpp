@@ -380,7 +380,7 @@ Delta merged(std::span<const CheckedDelta* const> deltas, unsigned workers,
       uint64_t number;  // of the position that comes; kNone behind the last
     };
     constexpr uint64_t kNone = ~uint64_t{0};
-    const auto step = [](Cursor& cursor) {
+    const auto advance = [](Cursor& cursor) {
       if (cursor.from == cursor.end) {
         cursor.number = kNone;
         return;
@@ -402,10 +402,10 @@ Delta merged(std::span<const CheckedDelta* const> deltas, unsigned workers,
         Cursor cursor{delta->positions().data() + mark->offset,
                       delta->positions().data() + delta->positions().size(),
                       delta->values().data() + mark->index * kItemsize, mark->next - 1};
-        step(cursor);
+        advance(cursor);
         while (cursor.number != kNone && cursor.number < first) {
           cursor.value += kItemsize;
-          step(cursor);
+          advance(cursor);
         }
         cursors.push_back(cursor);
       }
@@ -421,7 +421,7 @@ Delta merged(std::span<const CheckedDelta* const> deltas, unsigned workers,
             present[place / 64] |= uint64_t{1} << (place % 64);
             cursor.value += kItemsize;
             ++found;
-            step(cursor);
+            advance(cursor);
           }
         }
         if (found == 0) continue;

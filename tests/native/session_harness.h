@@ -321,7 +321,7 @@ inline void load_parts(io::RangeSource& source, const std::vector<Tensor>& tenso
       wanted.emplace_back();
       for (uint64_t row = 0; row < box[0].count; ++row) {
         const auto from =
-            data.begin() + (box[0].start + row * box[0].step) * shape[1] + box[1].start;
+            data.begin() + (box[0].start + row * box[0].stride) * shape[1] + box[1].start;
         wanted.back().insert(wanted.back().end(), from, from + box[1].count);
       }
       found.emplace_back(wanted.back().size(), std::byte{0xAB});

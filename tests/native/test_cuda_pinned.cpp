@@ -152,7 +152,7 @@ TEST_F(CudaPinned, OneWorkerHasThreeBuffersAtMost) {
   EXPECT_EQ(count, 3U);
 }
 
-TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
+TEST_F(CudaPinned, WhereOneBlockIsRefusedTheLoadGoesOnWithWhatThereIs) {
   const Bytes source = random_bytes(50 << 20, 5);
   DeviceMemory memory(source.size());
   CudaCopyEngine engine(ring_of(16));
@@ -165,7 +165,7 @@ TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
       << engine.shortage();
 }
 
-TEST_F(CudaPinned, StepsOfADriverThatRegistersNothingAreItsOwnMemory) {
+TEST_F(CudaPinned, BlocksOfADriverThatRegistersNothingAreItsOwnMemory) {
   fake().fail("cuMemHostRegister:1:801");
   CudaCopyEngine engine(ring_of(6));
   const auto one = engine.make_copier(false), other = engine.make_copier(false);

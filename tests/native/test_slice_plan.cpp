@@ -111,7 +111,7 @@ TEST(SlicePlan, RunsNameTheBytesOfTheBoxInOrder) {
       std::vector<uint64_t> longer;
       for (const uint64_t at : expected)
         for (uint64_t i = 0; i < dims[d].count; ++i)
-          longer.push_back(at * shape[d] + dims[d].start + i * dims[d].step);
+          longer.push_back(at * shape[d] + dims[d].start + i * dims[d].stride);
       expected = std::move(longer);
     }
     const std::vector<uint64_t> found = bytes_of(runs_of(shape, 2, dims));

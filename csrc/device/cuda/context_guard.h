@@ -1,5 +1,5 @@
 // Makes a device's primary context current for this thread, and its driver calls invisible to a
-// stream capture that some other thread may be running: for the calls of one step, so that no
+// stream capture that some other thread may be running: for a few calls, so that no
 // thread waits, or ends, with a context. Confined to one thread.
 #pragma once
 

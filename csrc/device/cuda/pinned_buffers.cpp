@@ -18,7 +18,7 @@ constexpr uint64_t kPage = 4096;
 constexpr unsigned kMaxSlots = 4096;
 constexpr uint64_t kMaxNbytes = 64ULL << 30;
 constexpr unsigned kFewestSlots = 2;
-constexpr uint64_t kStepNbytes = 16ULL << 20;
+constexpr uint64_t kBlockNbytes = 16ULL << 20;
 // Drivers pin for one thread at a time; a second one faults in its pages meanwhile.
 constexpr unsigned kGrowAtOnce = 2;
 // A chunk of the cipher is never cut; smaller buffers than that are only made where asked for.
@@ -64,9 +64,9 @@ PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, Context conte
   buffer_nbytes_ = align_up(wanted.slot_nbytes, kPage);
   most_ = wanted.slots;
   buffers_.resize(most_);
-  const auto per_step =
-      static_cast<unsigned>(std::max<uint64_t>(kFewestSlots, kStepNbytes / buffer_nbytes_));
-  unsigned first = std::min(most_, per_step);
+  const auto per_block =
+      static_cast<unsigned>(std::max<uint64_t>(kFewestSlots, kBlockNbytes / buffer_nbytes_));
+  unsigned first = std::min(most_, per_block);
   const uint64_t wanted_nbytes = most_ * buffer_nbytes_;
   while (!pin(0, first, buffer_nbytes_)) {
     if (first > kFewestSlots) {
@@ -98,7 +98,7 @@ PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, Context conte
 
 PinnedBuffers::~PinnedBuffers() { release(); }
 
-// After the first step.
+// After the first block.
 void PinnedBuffers::set_free(unsigned first, uint64_t wanted_nbytes) {
   MutexLock lock(mutex_);
   if (!pinned_) {
@@ -128,7 +128,7 @@ bool PinnedBuffers::pin(unsigned first, unsigned count, uint64_t slot_nbytes) {
     fault_in({data, nbytes});
     result = driver_.cuMemHostRegister(data, nbytes, kHostRegisterPortable);
     registered = result == kSuccess;
-    if (first == 0) registers_ = registered;  // further steps are made as the first one was
+    if (first == 0) registers_ = registered;  // further blocks are made as the first one was
   }
   if (!registered && !registers_) {
     if (first == 0) mapping_ = nullptr;
@@ -142,20 +142,21 @@ bool PinnedBuffers::pin(unsigned first, unsigned count, uint64_t slot_nbytes) {
     shortage_ = describe(driver_, result);
     return false;
   }
-  steps_.push_back({data, registered});
+  blocks_.push_back({data, registered});
   for (unsigned i = 0; i < count; ++i) buffers_[first + i] = data + i * slot_nbytes;
   return true;
 }
 
-// One more step, where there may be one and few others grow. True where a buffer may be free now.
+// One more block, where there may be one and few others grow. True where a buffer may be free now.
 bool PinnedBuffers::grow() {
-  const auto per_step = static_cast<unsigned>(std::max<uint64_t>(1, kStepNbytes / buffer_nbytes_));
+  const auto per_block =
+      static_cast<unsigned>(std::max<uint64_t>(1, kBlockNbytes / buffer_nbytes_));
   unsigned first = 0, count = 0;
   {
     MutexLock lock(mutex_);
     if (begun_ == most_ || growing_ == kGrowAtOnce || closed_by_ != kSuccess) return false;
     first = begun_;
-    count = std::min(most_ - begun_, per_step);
+    count = std::min(most_ - begun_, per_block);
     begun_ += count;
     ++growing_;
   }
@@ -256,10 +257,10 @@ void PinnedBuffers::release() noexcept {
   idle_events_.clear();
   for (Event event : events_) static_cast<void>(driver_.cuEventDestroy(event));
   events_.clear();
-  for (; !steps_.empty(); steps_.pop_back()) {  // the newest first
-    const Step& step = steps_.back();
-    static_cast<void>(step.registered ? driver_.cuMemHostUnregister(step.data)
-                                      : driver_.cuMemFreeHost(step.data));
+  for (; !blocks_.empty(); blocks_.pop_back()) {  // the newest first
+    const Block& block = blocks_.back();
+    static_cast<void>(block.registered ? driver_.cuMemHostUnregister(block.data)
+                                       : driver_.cuMemFreeHost(block.data));
   }
 }
 

@@ -2,7 +2,7 @@
 // one event each that are lent out one at a time; the streams that copy from and to them; the
 // kernels. Internally locked.
 //
-// Staging memory is made in steps, by a thread that finds no free buffer, up to the size that was
+// Staging memory is made in blocks, by a thread that finds no free buffer, up to the size that was
 // asked for: a small load pins little, and a large one copies while more is pinned. Where memory
 // cannot be pinned there is less of it, and in the end copies go through memory that is not pinned:
 // slower, but a load never fails for want of it.
@@ -42,7 +42,7 @@ void validate(const PinnedSettings& settings);
 
 class PinnedBuffers {
  public:
-  // Makes the first step. Tries, in this order: memory of ours that the driver registers, memory
+  // Makes the first block. Tries, in this order: memory of ours that the driver registers, memory
   // that the driver allocates, the same with fewer and smaller buffers, memory that is not pinned.
   // `tested` is of the device's kernels, and outlives this. Throws Error(out_of_memory) or
   // Error(device). REQUIRES: the device's context is current, here and in the destructor.
@@ -113,7 +113,7 @@ class PinnedBuffers {
     Mutex mutex;
     std::unique_ptr<CopyStream> stream GUARDED_BY(mutex);
   };
-  struct Step {
+  struct Block {
     std::byte* data;
     bool registered;  // memory of mapping_; else the driver's own
   };
@@ -129,12 +129,12 @@ class PinnedBuffers {
   const Context context_;
   const PinnedSettings wanted_;
   SelfTestRecord& tested_;
-  Pages mapping_;  // registered step by step, or memory that is not pinned
+  Pages mapping_;  // registered block by block, or memory that is not pinned
   uint64_t buffer_nbytes_ = 0;
   unsigned most_ = 0;
   bool pinned_ = true;
-  bool registers_ = false;           // else steps are allocated by the driver
-  std::vector<std::byte*> buffers_;  // `most_` of them; null before their step
+  bool registers_ = false;           // else blocks are allocated by the driver
+  std::vector<std::byte*> buffers_;  // `most_` of them; null before their block
   std::vector<Event> events_;
   std::atomic<bool> batches_{false};
   std::array<SharedStream, kStreams> streams_;
@@ -146,8 +146,8 @@ class PinnedBuffers {
   // The last one returned goes out first: its cache lines are warm.
   std::vector<unsigned> free_ GUARDED_BY(mutex_);
   std::vector<Event> idle_events_ GUARDED_BY(mutex_);
-  std::vector<Step> steps_ GUARDED_BY(mutex_);
-  unsigned begun_ GUARDED_BY(mutex_) = 0;  // buffers of steps that somebody has begun
+  std::vector<Block> blocks_ GUARDED_BY(mutex_);
+  unsigned begun_ GUARDED_BY(mutex_) = 0;  // buffers of blocks that somebody has begun
   unsigned made_ GUARDED_BY(mutex_) = 0;
   unsigned growing_ GUARDED_BY(mutex_) = 0;
   std::string shortage_ GUARDED_BY(mutex_);

@@ -24,7 +24,7 @@ constexpr milliseconds kFirstLook{5};
 constexpr milliseconds kLastLook{50};
 // The one that makes the copy is not waited for when no byte has come to it for so long.
 constexpr milliseconds kPatience{5000};
-constexpr uint64_t kHeadStepNbytes = uint64_t{64} << 10;
+constexpr uint64_t kLookNbytes = uint64_t{64} << 10;
 constexpr uint64_t kMostSkippedNbytes = uint64_t{16} << 20;
 constexpr uint64_t kMostBehindNbytes = uint64_t{4} << 10;
 
@@ -297,7 +297,7 @@ bool CacheSource::wait_for_turn(CacheEntry& entry, milliseconds patience,
 void CacheSource::add_head(CacheCopy& copy, const std::stop_token& stop) {
   uint64_t nbytes = 0;
   while (nbytes < key_.nbytes) {
-    const uint64_t next = std::min(nbytes + kHeadStepNbytes, key_.nbytes);
+    const uint64_t next = std::min(nbytes + kLookNbytes, key_.nbytes);
     if (network_->view(0, next) == nullptr) break;
     nbytes = next;
   }

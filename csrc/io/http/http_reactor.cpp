@@ -178,7 +178,7 @@ void HttpReactor::run(size_t number) {
     letters.clear();
     while (stopping && !loop.transfers.empty())
       end(loop, *loop.transfers.back(), CURLE_ABORTED_BY_CALLBACK);
-    step(loop);
+    perform(loop);
     if (!is_idle && loop.transfers.empty()) continue;  // it may be time for the end
     curl_multi_poll(loop.multi.get(), nullptr, 0, wait_ms, nullptr);
   }
@@ -215,7 +215,7 @@ void HttpReactor::obey(Loop& loop, const std::vector<Letter>& letters) {
   }
 }
 
-void HttpReactor::step(Loop& loop) {
+void HttpReactor::perform(Loop& loop) {
   int running = 0;
   if (curl_multi_perform(loop.multi.get(), &running) != CURLM_OK) {
     while (!loop.transfers.empty()) end(loop, *loop.transfers.back(), CURLE_FAILED_INIT);

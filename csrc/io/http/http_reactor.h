@@ -121,7 +121,7 @@ class HttpReactor {
   void run(size_t number);
   void end_idle_connections(Loop& loop);
   void obey(Loop& loop, const std::vector<Letter>& letters);
-  void step(Loop& loop);
+  void perform(Loop& loop);
   void set_bounds(Loop& loop);
   void end(Loop& loop, HttpTransfer& transfer, CURLcode code);
 

@@ -29,10 +29,10 @@ void FileMapping::populate(uint64_t offset, uint64_t nbytes, const std::stop_tok
   if (offset >= nbytes_ || nbytes == 0) return;
   const uint64_t begin = align_down(offset, kPageNbytes);
   const uint64_t end = std::min(offset + std::min(nbytes, nbytes_ - offset), nbytes_);
-  const uint64_t steps = ceil_div(end - begin, kPopulatedNbytes);
-  for_each_index(steps, cpu_quota(), stop, [&](size_t step, const std::stop_token& token) {
+  const uint64_t stretches = ceil_div(end - begin, kPopulatedNbytes);
+  for_each_index(stretches, cpu_quota(), stop, [&](size_t i, const std::stop_token& token) {
     throw_if_stopped(token);
-    const uint64_t from = begin + step * kPopulatedNbytes;
+    const uint64_t from = begin + i * kPopulatedNbytes;
     madvise(data_ + from, std::min(kPopulatedNbytes, end - from), kPopulateRead);
   });
 }

@@ -4,7 +4,8 @@
 // hiredis formats the commands and parses small replies; it neither connects nor waits, so that
 // every release from 0.14 on will do and TLS needs no module of it. Payload replies do not pass
 // through its buffers: their bytes go from the socket straight to the destination. After an
-// exception other than a server's error reply the connection is out of step: destroy it.
+// exception other than a server's error reply the next reply may be that of an earlier command:
+// destroy the connection.
 #pragma once
 
 #include <hiredis/hiredis.h>
@@ -46,7 +47,7 @@ inline std::string_view text_of(const redisReply& reply) noexcept {
   return {reply.str, static_cast<size_t>(reply.len)};
 }
 
-// The server answered, with an error: the connection is still in step. `again` when waiting may
+// The server answered, with an error: the connection can be used again. `again` when waiting may
 // help.
 class RedisServerError : public Error {
  public:
