@@ -147,7 +147,7 @@ class LoadBatch {
   void give_memory(const std::optional<std::vector<uint64_t>>& addresses,
                    const load::MemoryMaker& memory) {
     if (!addresses) {
-      for (const load::MemoryGroup& group : plan_memory(memory))
+      for (const load::MemoryGroup& group : group_memory(memory))
         load::allocate(group, *opened_, *source_, memory, targets_);
       return;
     }
@@ -160,13 +160,13 @@ class LoadBatch {
     }
   }
 
-  std::vector<load::MemoryGroup> plan_memory(const load::MemoryMaker& memory) const {
-    return load::plan_memory(*opened_, is_of_parts_, memory, targets_);
+  std::vector<load::MemoryGroup> group_memory(const load::MemoryMaker& memory) const {
+    return load::group_memory(*opened_, is_of_parts_, memory, targets_);
   }
 
   // Memory of a device, while the load runs; a load of a few milliseconds has it before.
   void give_memory_later(load::MemoryMaker memory) {
-    std::vector<load::MemoryGroup> groups = plan_memory(memory);
+    std::vector<load::MemoryGroup> groups = group_memory(memory);
     session_->allocate_while_it_runs(std::move(groups), std::move(memory));
     if (!session_->is_brief) return;
     session_->allocate_now();

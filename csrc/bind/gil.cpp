@@ -14,13 +14,13 @@ ActiveWork& ActiveWork::instance() {
   return work.get();
 }
 
-void ActiveWork::enter(TaskGroup& group) {
+void ActiveWork::add(TaskGroup& group) {
   MutexLock lock(mutex_);
   if (shutting_down_) throw Error(Errc::cancelled, "the interpreter is shutting down");
   groups_.insert(&group);
 }
 
-void ActiveWork::leave(TaskGroup& group) noexcept {
+void ActiveWork::remove(TaskGroup& group) noexcept {
   MutexLock lock(mutex_);
   groups_.erase(&group);
   changed_.notify_all();
@@ -32,7 +32,7 @@ bool ActiveWork::shutting_down() const noexcept {
 }
 
 void ActiveWork::Scope::stay() noexcept {
-  instance().leave(group_);
+  instance().remove(group_);
   for (;;) ::pause();
 }
 

@@ -41,8 +41,8 @@ class ActiveWork {
   // Throws Error(cancelled) once that has begun. REQUIRES: the lock is held at both ends.
   class Scope {
    public:
-    explicit Scope(TaskGroup& group) : group_(group) { instance().enter(group); }
-    ~Scope() { instance().leave(group_); }
+    explicit Scope(TaskGroup& group) : group_(group) { instance().add(group); }
+    ~Scope() { instance().remove(group_); }
 
     // True once the interpreter exits.
     bool shutting_down() const noexcept { return instance().shutting_down(); }
@@ -64,8 +64,8 @@ class ActiveWork {
   void shut_down(std::chrono::milliseconds timeout);
 
  private:
-  void enter(TaskGroup& group);
-  void leave(TaskGroup& group) noexcept;
+  void add(TaskGroup& group);
+  void remove(TaskGroup& group) noexcept;
   bool shutting_down() const noexcept;
 
   mutable Mutex mutex_;

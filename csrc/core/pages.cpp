@@ -18,12 +18,12 @@ void UnmapPages::operator()(std::byte* memory) const noexcept { munmap(memory, n
 Pages allocate_pages(size_t nbytes, PageUse use) {
   const bool tensors = use == PageUse::tensors;
   const bool huge = nbytes >= kHugePageNbytes;
-  const size_t unit = huge ? kHugePageNbytes : kPageNbytes;
+  const size_t page = huge ? kHugePageNbytes : kPageNbytes;
   // Mapped in addition, and given back at both ends, so that the rest begins where a huge page
   // does.
-  const size_t spare = huge ? unit : 0;
-  const bool fits = nbytes <= SIZE_MAX - unit - spare;
-  const size_t kept = fits ? align_up(std::max<size_t>(nbytes, 1), unit) : 0;
+  const size_t spare = huge ? page : 0;
+  const bool fits = nbytes <= SIZE_MAX - page - spare;
+  const size_t kept = fits ? align_up(std::max<size_t>(nbytes, 1), page) : 0;
   void* const mapped =
       fits ? mmap(nullptr, kept + spare, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | (tensors ? MAP_NORESERVE : 0), -1, 0)
@@ -32,12 +32,12 @@ Pages allocate_pages(size_t nbytes, PageUse use) {
     throw Error(Errc::out_of_memory, "no memory for " + std::to_string(nbytes) + " bytes of " +
                                          (tensors ? "tensors" : "a buffer"));
   auto* const raw = static_cast<std::byte*>(mapped);
-  const size_t head =
-      huge ? align_up(reinterpret_cast<uintptr_t>(raw), unit) - reinterpret_cast<uintptr_t>(raw)
+  const size_t before =
+      huge ? align_up(reinterpret_cast<uintptr_t>(raw), page) - reinterpret_cast<uintptr_t>(raw)
            : 0;
-  if (head > 0) munmap(raw, head);
-  if (spare > head) munmap(raw + head + kept, spare - head);
-  Pages pages(raw + head, UnmapPages{kept});
+  if (before > 0) munmap(raw, before);
+  if (spare > before) munmap(raw + before + kept, spare - before);
+  Pages pages(raw + before, UnmapPages{kept});
   if (use == PageUse::secret) {
     madvise(pages.get(), kept, MADV_DONTDUMP);
   } else if (huge) {
@@ -54,12 +54,12 @@ void clear_pages(std::span<std::byte> memory) noexcept {
   if (memory.empty()) return;
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
-  const uint64_t head = std::min<uint64_t>(align_up(address, page) - address, memory.size());
+  const uint64_t first = std::min<uint64_t>(align_up(address, page) - address, memory.size());
   const std::span<std::byte> whole =
-      memory.subspan(head).first(align_down(memory.size() - head, page));
-  const std::span<std::byte> tail = memory.subspan(head + whole.size());
-  wipe(memory.data(), head);
-  wipe(tail.data(), tail.size());
+      memory.subspan(first).first(align_down(memory.size() - first, page));
+  const std::span<std::byte> last = memory.subspan(first + whole.size());
+  wipe(memory.data(), first);
+  wipe(last.data(), last.size());
   // Refused for locked memory, for one.
   if (!whole.empty() && madvise(whole.data(), whole.size(), MADV_DONTNEED) != 0)
     wipe(whole.data(), whole.size());

@@ -10,7 +10,7 @@
 
 namespace tensorizer {
 
-// Of memory and of the kernel's cache of files; larger ones are multiples of it.
+// Of memory and of the system's cache of files; larger ones are multiples of it.
 inline constexpr uint64_t kPageNbytes = 4096;
 inline constexpr uint64_t kHugePageNbytes = uint64_t{2} << 20;
 

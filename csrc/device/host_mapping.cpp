@@ -54,7 +54,7 @@ Pages map_host_memory(uint64_t nbytes, int numa_node) {
 
 void fault_in(std::span<std::byte> memory) noexcept {
   if (::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE) == 0) return;
-  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));  // kernels before 5.14
+  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));  // before Linux 5.14
   for (uint64_t at = 0; at < memory.size(); at += page)
     *reinterpret_cast<volatile unsigned char*>(&memory[at]) = 0;
 }

@@ -1,8 +1,8 @@
 // Memory of tensors that are gone, kept for the next load of the process: pages that are there
-// already take data three times as fast as pages that the system has to make first. The kernel may
+// already take data three times as fast as pages that the system has to make first. The system may
 // take kept pages at any time (MADV_FREE), and those that nobody took within a while are given back
-// when more is kept. Internally locked; one for the process, never destroyed. A forked
-// child starts with nothing.
+// when more is kept. Internally locked; one for the process, never destroyed. A forked child starts
+// with nothing.
 #pragma once
 
 #include <chrono>

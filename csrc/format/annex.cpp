@@ -332,16 +332,17 @@ uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead, uint6
                       const SignaturesToCome& to_come) {
   const bool records = to_come.records || to_come.tag || to_come.signatures > 0;
   if (annex.metadata.empty() && annex.ties.empty() && !records) return 0;
-  uint64_t nbytes = kFrameNbytes + kSectionHeadNbytes + digest::Sha256Digest{}.size();
+  uint64_t nbytes = kFrameNbytes + kSectionPrefixNbytes + digest::Sha256Digest{}.size();
   const auto add = [&nbytes](SectionType type, std::span<const TextPair> pairs) {
-    if (!pairs.empty()) nbytes += kSectionHeadNbytes + text_of(type, pairs).size();
+    if (!pairs.empty()) nbytes += kSectionPrefixNbytes + text_of(type, pairs).size();
   };
   add(SectionType::metadata, annex.metadata);
   add(SectionType::ties, annex.ties);
-  if (records) nbytes += kSectionHeadNbytes + sizeof(digest::Sha256Digest) * entries;
+  if (records) nbytes += kSectionPrefixNbytes + sizeof(digest::Sha256Digest) * entries;
   if (to_come.tag)
-    nbytes += kSectionHeadNbytes + kTagNbytes + (to_come.derivation ? kDerivationNbytes : 0);
-  if (to_come.signatures > 0) nbytes += kSectionHeadNbytes + kSignatureNbytes * to_come.signatures;
+    nbytes += kSectionPrefixNbytes + kTagNbytes + (to_come.derivation ? kDerivationNbytes : 0);
+  if (to_come.signatures > 0)
+    nbytes += kSectionPrefixNbytes + kSignatureNbytes * to_come.signatures;
   if (!annex.metadata.empty()) nbytes += sealed_overhead;
   if (nbytes > UINT32_MAX)
     throw Error(Errc::out_of_range, "more tensors than an authenticated file can hold");

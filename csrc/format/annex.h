@@ -32,7 +32,7 @@ enum class SectionType : uint8_t {
   signatures = 7,      // of the index digest
 };
 
-inline constexpr uint64_t kSectionHeadNbytes = 6;  // type, flags, length
+inline constexpr uint64_t kSectionPrefixNbytes = 6;  // type, flags, length
 inline constexpr uint64_t kMaxMetadataNbytes = 100'000'000;
 inline constexpr size_t kMaxSignatures = 16;
 

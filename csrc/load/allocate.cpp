@@ -27,11 +27,11 @@ uint64_t memory_nbytes(const format::IndexEntry& entry) {
   return std::max(entry.data_nbytes, entry.loaded_nbytes);
 }
 
-// Plans the targets with data, or those without.
-class MemoryPlanner {
+// Groups the targets with data, or those without.
+class MemoryGrouping {
  public:
-  MemoryPlanner(const OpenedIndex& opened, bool parts, const MemoryMaker& memory, bool zeros,
-                std::span<const LoadTarget> targets, std::vector<MemoryGroup>& groups)
+  MemoryGrouping(const OpenedIndex& opened, bool parts, const MemoryMaker& memory, bool zeros,
+                 std::span<const LoadTarget> targets, std::vector<MemoryGroup>& groups)
       : opened_(opened),
         parts_(parts),
         memory_(memory),
@@ -99,12 +99,12 @@ MemoryMaker host_memory(const OpenedIndex& opened, const io::RangeSource& source
   return {make, kHostAlignment, source.traits().direct && !secret};
 }
 
-std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
-                                     const MemoryMaker& memory,
-                                     std::span<const LoadTarget> targets) {
+std::vector<MemoryGroup> group_memory(const OpenedIndex& opened, bool parts,
+                                      const MemoryMaker& memory,
+                                      std::span<const LoadTarget> targets) {
   std::vector<MemoryGroup> groups;
   for (const bool zeros : {false, true})
-    MemoryPlanner(opened, parts, memory, zeros, targets, groups).run();
+    MemoryGrouping(opened, parts, memory, zeros, targets, groups).run();
   return groups;
 }
 

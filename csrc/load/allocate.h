@@ -41,9 +41,9 @@ struct MemoryGroup {
 // data last. A tensor, or part (`parts`: all are), of at least 8 MiB has memory of its own; smaller
 // ones share at most 16 MiB, also across large ones, so a tensor that stays alive keeps at most 16
 // MiB beyond its own bytes. Tensors without data share with each other: theirs is zero. Pure.
-std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
-                                     const MemoryMaker& memory,
-                                     std::span<const LoadTarget> targets);
+std::vector<MemoryGroup> group_memory(const OpenedIndex& opened, bool parts,
+                                      const MemoryMaker& memory,
+                                      std::span<const LoadTarget> targets);
 
 // Gives the targets of a group their destinations. Throws what `memory` throws, Error(malformed)
 // instead of out_of_memory for a tensor that only claims its size.

@@ -156,8 +156,8 @@ void announce(const LoadSession& session) {
 
 bool is_brief_plan(const LoadSession& session) {
   const device::CopyEngine* const engine = session.options.engine;
-  const bool waits = engine != nullptr && !engine->is_ready();
-  if (!session.source.traits().in_memory || session.has_crypt_info() || waits ||
+  const bool not_ready = engine != nullptr && !engine->is_ready();
+  if (!session.source.traits().in_memory || session.has_crypt_info() || not_ready ||
       session.plan.units.size() > kBriefUnits)
     return false;
   uint64_t total = 0;

@@ -443,7 +443,7 @@ uint64_t SaveSession::annex_nbytes_with(size_t more_entries,
                                         std::span<const format::OwnedPair> more_ties) const {
   if (!has_annex() && more_ties.empty()) return 0;
   const uint64_t sealed_overhead =
-      options_.key ? format::kSectionHeadNbytes +
+      options_.key ? format::kSectionPrefixNbytes +
                          format::message_crypt_info_nbytes(options_.derivation.has_value())
                    : 0;
   return format::annex_nbytes(annex_with(more_ties), sealed_overhead,

@@ -142,7 +142,7 @@ class CudaSchedule : public FakeDriverTest {
       const auto opened = tensorizer::tests::open_all(source, keys.get());
       std::vector<load::LoadTarget> targets;
       for (uint32_t i = 0; i < opened->index.size(); ++i) targets.push_back({.entry = i});
-      auto groups = load::plan_memory(*opened, false, {nullptr, 512}, targets);
+      auto groups = load::group_memory(*opened, false, {nullptr, 512}, targets);
       session_ = std::make_unique<load::LoadSession>(
           source, opened, std::move(targets),
           load::LoadOptions{

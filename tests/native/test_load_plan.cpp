@@ -156,7 +156,7 @@ TEST(MemoryPlan, SmallTensorsShareMemoryAcrossLargeOnesUpTo16MiB) {
   std::vector<LoadTarget> targets;
   for (const uint32_t entry : all_of(*opened)) targets.push_back({.entry = entry});
   std::vector<std::vector<uint32_t>> members;
-  for (const MemoryGroup& group : plan_memory(*opened, false, {nullptr, 512}, targets)) {
+  for (const MemoryGroup& group : group_memory(*opened, false, {nullptr, 512}, targets)) {
     members.emplace_back();
     uint64_t end = 0;
     for (const MemoryGroup::Member& member : group.members) {

@@ -28,7 +28,7 @@ struct SocketOptions {
   // For name look-up, all addresses and TLS; an address that does not answer leaves time for
   // others.
   std::chrono::milliseconds connect_timeout{10'000};
-  int receive_buffer_nbytes = 0;                    // SO_RCVBUF; 0 leaves it to the kernel
+  int receive_buffer_nbytes = 0;                    // SO_RCVBUF; 0 leaves it to the system
   std::chrono::milliseconds stall_timeout{30'000};  // no byte either way
 };
 

@@ -26,11 +26,11 @@ bool is_page(const void* address) noexcept {
 
 }  // namespace
 
-// One call of the kernel: whole pages of the file from `begin` on, some to their places and the
+// What one system call reads: whole pages of the file from `begin` on, some to their places and the
 // others to the slot.
-struct DirectFile::Call {
+struct DirectFile::Vectors {
   // Of the bytes from `offset` on, whose places are `ahead`, as many as one call may read.
-  Call(uint64_t offset, ScatterCursor ahead, std::byte* slot_begin)
+  Vectors(uint64_t offset, ScatterCursor ahead, std::byte* slot_begin)
       : begin(align_down(offset, kPageNbytes)), slot(slot_begin), slot_end(slot_begin) {
     const uint64_t all = align_up(offset + ahead.room(), kPageNbytes) - begin;
     const uint64_t most = all <= kSlotNbytes ? all : kCallNbytes;
@@ -105,13 +105,13 @@ void DirectFile::read(uint64_t& offset, ScatterCursor& left, const std::stop_tok
   Pages slot = take_slot();
   while (left.room() > 0) {
     throw_if_stopped(stop);
-    const Call call(offset, left, slot.get());
-    const ssize_t got = preadv(fd_.get(), call.vectors.data(), static_cast<int>(call.count),
-                               static_cast<off_t>(call.begin));
+    const Vectors pages(offset, left, slot.get());
+    const ssize_t got = preadv(fd_.get(), pages.vectors.data(), static_cast<int>(pages.count),
+                               static_cast<off_t>(pages.begin));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) refused_.store(true, std::memory_order_relaxed);
     const uint64_t before = offset;
-    if (got > 0) call.place(static_cast<uint64_t>(got), offset, left);
+    if (got > 0) pages.place(static_cast<uint64_t>(got), offset, left);
     if (offset == before) break;
   }
   give_slot(std::move(slot));

@@ -1,7 +1,7 @@
 // A file opened once more with O_DIRECT: reads go from the disk to memory and leave the page cache
 // as it is. Safe from many threads.
 //
-// The kernel takes whole blocks of the file, to addresses that are aligned likewise. Pages of the
+// The system takes whole blocks of the file, to addresses that are aligned likewise. Pages of the
 // file whose place in memory is a page too are read to where they go; all others, those at the
 // edges of what is asked for among them, come to a slot first, in the same call, and are copied.
 //
@@ -33,7 +33,7 @@ class DirectFile {
   void read(uint64_t& offset, ScatterCursor& left, const std::stop_token& stop);
 
  private:
-  struct Call;
+  struct Vectors;
   explicit DirectFile(UniqueFd fd) : fd_(std::move(fd)) {}
 
   Pages take_slot();

@@ -30,7 +30,7 @@ class FileCalls {
   virtual int close(int fd) noexcept;
 
   virtual ssize_t write(int fd, const iovec* vectors, int count, uint64_t offset);
-  // From another file, inside the kernel; both offsets move on.
+  // From another file, inside the system; both offsets move on.
   virtual ssize_t copy(int from, off_t* from_offset, int to, off_t* to_offset, uint64_t nbytes);
   virtual int reserve(int fd, bool keep_size, uint64_t offset, uint64_t nbytes);
   virtual int truncate(int fd, uint64_t nbytes);

@@ -22,8 +22,8 @@ class FileMapping {
   std::span<std::byte> bytes() const noexcept { return {data_, nbytes_}; }
 
   // Reads the pages of [offset, offset + nbytes) and maps them, on as many threads as there are
-  // processors, so that later readers wait for nothing. Does nothing where the kernel
-  // (before Linux 5.14) or the file cannot. Throws Error(cancelled).
+  // processors, so that later readers wait for nothing. Does nothing before Linux 5.14,
+  // or where the file cannot. Throws Error(cancelled).
   void populate(uint64_t offset, uint64_t nbytes, const std::stop_token& stop) const;
 
  private:

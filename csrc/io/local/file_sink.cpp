@@ -285,7 +285,7 @@ void FileSink::undo_relocate() noexcept {
   named_ = true;
 }
 
-// From another file into this one, inside the kernel where it can.
+// From another file into this one, inside the system where it can.
 void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
                           const std::stop_token& stop) {
   auto in = static_cast<off_t>(from);

@@ -23,7 +23,7 @@
 namespace tensorizer::io {
 namespace {
 
-// Of a file that is not cached. The kernel reads ahead of each reader that goes on where it was:
+// Of a file that is not cached. The system reads ahead of each reader that goes on where it was:
 // more readers than processors only compete for the page cache. Another machine answers more
 // requests at once.
 constexpr unsigned kColdReaders = 2;
@@ -75,7 +75,7 @@ bool is_cached(int fd, const struct stat& file) noexcept {
   const auto nbytes = static_cast<uint64_t>(file.st_size);
   if (nbytes == 0) return true;
   constexpr uint64_t kSamples = 16;
-  // Not the same places for each opening: a miss makes the kernel read what is around it.
+  // Not the same places for each opening: a miss makes the system read what is around it.
   uint64_t shift =
       static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
   for (uint64_t i = 0; i < kSamples; ++i) {
@@ -146,7 +146,7 @@ FileSource::Handle::Handle(UniqueFd file, const Handle& known)
       readers(known.readers),
       streams(known.streams) {}
 
-// The same file, opened again for each part of it: the kernel reads ahead of each descriptor.
+// The same file, opened again for each part of it: the system reads ahead of each descriptor.
 struct FileSource::Streams {
   int fd_at(uint64_t offset) const noexcept { return files[offset / part_nbytes].get(); }
 

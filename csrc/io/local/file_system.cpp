@@ -113,7 +113,7 @@ FolderTraits folder_traits(const std::string& folder) {
   return traits;
 }
 
-// Values of statfs.f_type, from the kernel's linux/magic.h and the file systems' own headers.
+// Values of statfs.f_type, from linux/magic.h and the file systems' own headers.
 const char* network_file_system(int fd) noexcept {
   struct statfs found{};
   if (fstatfs(fd, &found) != 0) return "unknown";

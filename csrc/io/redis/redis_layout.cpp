@@ -84,8 +84,8 @@ uint64_t RedisLayout::contiguous_end(uint64_t offset) const {
   return offset;
 }
 
-std::vector<RedisPiece> RedisLayout::plan(const std::string& name, uint64_t offset, uint64_t nbytes,
-                                          uint64_t max_piece_nbytes) const {
+std::vector<RedisPiece> RedisLayout::pieces(const std::string& name, uint64_t offset,
+                                            uint64_t nbytes, uint64_t max_piece_nbytes) const {
   const std::optional<uint64_t> end = checked_add(offset, nbytes);
   if (!end) throw Error(Errc::invalid_argument, name + ": a read beyond 64 bits", name, offset);
   std::vector<RedisPiece> pieces;

@@ -53,8 +53,8 @@ class RedisLayout {
   // The pieces that make up [offset, offset + nbytes), none longer than `max_piece_nbytes`.
   // Throws Errc::truncated at a hole or past the end, Errc::malformed where two values disagree;
   // `name` says of what.
-  std::vector<RedisPiece> plan(const std::string& name, uint64_t offset, uint64_t nbytes,
-                               uint64_t max_piece_nbytes) const;
+  std::vector<RedisPiece> pieces(const std::string& name, uint64_t offset, uint64_t nbytes,
+                                 uint64_t max_piece_nbytes) const;
 
  private:
   std::optional<size_t> find(uint64_t offset) const;

@@ -192,7 +192,7 @@ void RedisSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
     const uint64_t& received;
   } counter{bytes_read_, received};
   with_connection(received, stop, [&](RedisHandle& redis) {
-    const auto pieces = layout_->plan(name_, offset + received, wanted - received, kPieceNbytes);
+    const auto pieces = layout_->pieces(name_, offset + received, wanted - received, kPieceNbytes);
     fetch(redis, pieces, ScatterCursor(buffers, received), received, stop);
   });
 }
