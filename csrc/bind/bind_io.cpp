@@ -17,7 +17,6 @@
 #include "digest/digest.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
-#include "load/request_costs.h"
 #include "save/copy_bytes.h"
 #include "save/record_writer.h"
 
@@ -25,7 +24,7 @@ namespace tensorizer::bind {
 namespace {
 
 void read(io::RangeSource& source, uint64_t offset, io::Buffer into) {
-  const bool brief = into.size() <= load::kBriefNbytes && source.traits().in_memory;
+  const bool brief = into.size() <= io::kBriefNbytes && source.traits().in_memory;
   run_interruptible(brief ? Where::here : Where::helper_thread,
                     [&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
 }

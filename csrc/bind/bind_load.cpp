@@ -12,7 +12,7 @@
 #include "bind/torch_bridge.h"
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "device/kept_memory.h"
+#include "device/host_arena.h"
 #include "format/safetensors.h"
 #include "load/hashed_source.h"
 #include "load/open_index.h"

@@ -1,10 +1,12 @@
-// Host memory for loaded tensors: anonymous pages, huge where the system offers them, faulted in by
-// the thread that writes first. Immutable handle; the bytes belong to the writers.
+// Host memory for loaded tensors, and the memory that earlier tensors have left.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <utility>
 
@@ -12,6 +14,8 @@
 
 namespace tensorizer::device {
 
+// Anonymous pages, huge where the system offers them, faulted in by the thread that writes first.
+// Immutable handle; the bytes belong to the writers.
 class HostArena {
  public:
   // Zeros, which go back to the system with the arena. Throws Error(out_of_memory) naming the size.
@@ -33,6 +37,46 @@ class HostArena {
   Pages pages_;
   uint64_t nbytes_;
   bool recycled_;
+};
+
+// Memory of arenas that are gone, kept for the next load of the process: pages that are there
+// already take data three times as fast as pages that the system has to make first. The system may
+// take kept pages at any time (MADV_FREE), and those that nobody took within a while are given back
+// when more is kept. Internally locked; one for the process, never destroyed. A forked child starts
+// with nothing.
+class KeptMemory {
+ public:
+  static KeptMemory& instance();
+
+  // Keeps at most so many bytes, each for so long after it was given; 0 of either: nothing, and
+  // what is kept is given back now. Keeps nothing before the first call.
+  void configure(uint64_t max_nbytes, std::chrono::milliseconds idle);
+
+  // At least `nbytes` in whole huge pages, with any content. Empty where there are none.
+  Pages take(uint64_t nbytes) noexcept;
+
+  // Keeps whole huge pages, or frees them where they are not wanted.
+  void give(Pages pages) noexcept;
+
+  uint64_t nbytes() const noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Kept {
+    Pages pages;
+    Clock::time_point until;
+  };
+
+  KeptMemory();
+  // Gives back what is due, and the oldest until `room` bytes more may be kept.
+  void drop(uint64_t room = 0) noexcept;
+
+  // Not core/sync.h: held across fork().
+  mutable std::mutex mutex_;
+  std::deque<Kept> kept_;  // oldest first
+  uint64_t nbytes_ = 0;
+  uint64_t max_nbytes_ = 0;
+  std::chrono::milliseconds idle_{0};
 };
 
 }  // namespace tensorizer::device

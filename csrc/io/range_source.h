@@ -46,6 +46,12 @@ struct SourceTraits {
   bool ascending = false;
 };
 
+// As much is read from memory sooner than another thread wakes up.
+inline constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
+// A source whose gap_nbytes are not more is asked for no more than is needed, and is read chunk by
+// chunk when decrypting.
+inline constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
+
 // Bytes that one read of a load takes.
 struct Stretch {
   uint64_t offset = 0;

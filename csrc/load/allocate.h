@@ -1,15 +1,25 @@
-// Which tensors of a load share memory, and whose memory on the host may be used again.
+// Where the tensors of a load go: which of them share memory, and whose memory on the host may be
+// used again.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <vector>
 
 #include "device/tensor_memory.h"
-#include "load/load_target.h"
 #include "load/open_index.h"
+#include "load/slice_plan.h"
 
 namespace tensorizer::load {
+
+// A tensor, or a part of one, and where it goes.
+struct LoadTarget {
+  uint32_t entry = 0;                // number in the index
+  SliceRuns runs{};                  // of a part: within the tensor's loaded_nbytes
+  device::TensorMemory destination;  // of entry.data_nbytes at least; of runs.nbytes() for a part
+  bool in_place = false;             // the bytes are there already (a mapping): check, do not read
+};
 
 // Memory of the host or of a device for one tensor, or for several that share it.
 struct MemoryMaker {

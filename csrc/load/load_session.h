@@ -20,17 +20,32 @@
 #include "core/error.h"
 #include "core/sync.h"
 #include "core/turns.h"
+#include "device/copy_engine.h"
 #include "digest/record_digester.h"
 #include "format/record_header.h"
 #include "io/range_source.h"
 #include "load/allocate.h"
+#include "load/key_ring.h"
 #include "load/load_plan.h"
-#include "load/load_target.h"
 #include "load/loaded_headers.h"
 #include "load/open_index.h"
 #include "load/payload_cipher.h"
 
 namespace tensorizer::load {
+
+// What a load is asked for.
+struct LoadOptions {
+  bool verify = false;                   // compare stored hashes, where there are any; no parts
+  unsigned max_workers = 0;              // 0: as many as are useful
+  KeyRing* keys = nullptr;               // set iff the file has crypt_info
+  device::CopyEngine* engine = nullptr;  // set iff destinations are on its device
+  // Targets are parts of tensors, in any order, overlapping or not. A part has no stored hash, so
+  // record headers are read of encrypted files alone, for their keys and MACs.
+  bool parts = false;
+  // Bytes between two ranges of parts that are read rather than skipped; nullopt: as the source
+  // likes it.
+  std::optional<uint64_t> gap_nbytes{};
+};
 
 // Records are numbered as the targets, or, of parts, in the order of the file, each once.
 struct LoadSession {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "core/error.h"
-#include "load/request_costs.h"
 
 namespace tensorizer::load {
 namespace {
@@ -22,7 +21,7 @@ constexpr uint64_t kLongestFirstRead = uint64_t{1} << 20;
 uint64_t first_read_nbytes(const io::SourceTraits& traits, bool sized) noexcept {
   // Bytes of a stream cannot be read again, and the stream may end behind them.
   if (traits.sequential || !sized) return format::kContainerHeadNbytes;
-  if (traits.gap_nbytes <= kCheapRequestNbytes) return format::kPrologueNbytes;
+  if (traits.gap_nbytes <= io::kCheapRequestNbytes) return format::kPrologueNbytes;
   return std::min(traits.gap_nbytes, kLongestFirstRead);
 }
 

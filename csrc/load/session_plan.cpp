@@ -11,7 +11,6 @@
 #include "digest/deal.h"
 #include "format/safetensors.h"
 #include "load/accept_record.h"
-#include "load/request_costs.h"
 #include "load/slice_plan.h"
 
 namespace tensorizer::load {
@@ -75,7 +74,7 @@ uint64_t unit_nbytes(const LoadSession& session) {
   const device::CopyEngine* const engine = session.options.engine;
   // A unit for a device fills a buffer, whose chunks are opened a few at a time.
   const bool in_cache = engine == nullptr || session.options.parts;
-  if (in_cache && session.has_crypt_info() && traits.gap_nbytes <= kCheapRequestNbytes)
+  if (in_cache && session.has_crypt_info() && traits.gap_nbytes <= io::kCheapRequestNbytes)
     return kCipherChunkNbytes;
   return engine ? std::min(traits.unit_nbytes, engine->buffer_nbytes()) : traits.unit_nbytes;
 }
@@ -163,7 +162,7 @@ bool is_brief_plan(const LoadSession& session) {
   uint64_t total = 0;
   for (const Unit& unit : session.plan.units)
     total += unit.read == Unit::Read::separate_reads ? unit.placed_nbytes : unit.nbytes;
-  return total <= kBriefNbytes;
+  return total <= io::kBriefNbytes;
 }
 
 // Parts of tensors that were written without data.
