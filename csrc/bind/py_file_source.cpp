@@ -43,7 +43,7 @@ std::optional<size_t> call_with_view(const py::object& method, const py::memoryv
   } catch (py::error_already_set&) {
     try {
       view.attr("release")();
-    } catch (py::error_already_set&) {  // somebody holds on to it; the first error tells more
+    } catch (py::error_already_set&) {  // the buffer is still in use; the first error tells more
     }
     throw;
   }
@@ -59,7 +59,7 @@ void name_os_error(const py::object& error, const std::string& name) {
   try {
     if (error.attr("errno").is_none() || !error.attr("filename").is_none()) return;
     error.attr("filename") = shown(name);
-  } catch (py::error_already_set&) {  // an exception of somebody's own kind stays as it is
+  } catch (py::error_already_set&) {  // other exceptions stay as they are
   }
 }
 

@@ -54,8 +54,8 @@ class TensorFactory {
   py::object tensor(const TensorDtype& dtype, std::span<const uint64_t> shape,
                     const device::TensorMemory& memory, const TensorPlace& place);
 
-  // torch.nn.Parameter(tensor, requires_grad=dtype.differentiable) of a tensor that tensor() has
-  // made, and nobody else has; without the checks that it makes.
+  // torch.nn.Parameter(tensor, requires_grad=dtype.differentiable), without its checks, of a tensor
+  // that tensor() has made and no other object holds.
   py::object parameter(py::object tensor, const TensorDtype& dtype);
 
  private:

@@ -20,7 +20,7 @@ enum class Errc : uint8_t {
   invalid_argument,  // the caller's mistake                         ValueError
   out_of_range,      // a number or name that its field cannot hold      FieldRangeError
   malformed,         // the bytes contradict docs/format.md          FormatError
-  unsupported,       // a data version that nobody here knows        InvalidVersionError
+  unsupported,       // a data version that is not known here        InvalidVersionError
   truncated,         // the source ended before the format said so   TruncatedError
   hash_mismatch,     // a stored digest disagrees with the data      HashMismatchError
   crypto,            // MAC, key or nonce rejected                   CryptographyError
@@ -30,7 +30,7 @@ enum class Errc : uint8_t {
   out_of_memory,     // the host or device has no room               MemoryError /
                      // torch.OutOfMemoryError
   device,            // the accelerator or its driver failed         DeviceError
-  cancelled,         // somebody asked to stop; users see the reason, not this
+  cancelled,         // a stop was requested; users see the reason, not this
 };
 
 class Error : public std::runtime_error {

@@ -66,7 +66,7 @@ void ProcessPool::work() noexcept {
     waiting_.pop_front();
     mutex_.unlock();
     job->run();
-    job->run = nullptr;  // what it holds goes before somebody hears that it is done
+    job->run = nullptr;  // frees what it holds before join() returns
     {
       MutexLock lock(job->mutex);
       job->ended = true;

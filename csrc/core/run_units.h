@@ -10,15 +10,15 @@
 
 namespace tensorizer {
 
-// What one thread does. Made, used and destroyed by that thread.
+// The work of one thread. Made, used and destroyed by that thread.
 class UnitWorker {
  public:
   virtual ~UnitWorker() = default;
-  // Work that others left and that comes before the next unit; false: there is none.
+  // Does work that other threads left and that comes before the next unit. False: there was none.
   virtual bool help() { return false; }
-  // Gets what `unit` needs, the next one. Before it is taken: a thread that has an early unit,
-  // which others may wait for, waits for nothing that one of those holds. Somebody else may take
-  // the unit meanwhile: then what was got stays for the next call.
+  // Gets the buffers that `unit`, the next one, needs, before it is taken: so a thread with an
+  // early unit, for which other threads may wait, waits for no buffer of theirs. Another thread may
+  // take the unit meanwhile: then the buffers stay for the next call.
   virtual void prepare(size_t /*unit*/) {}
   virtual void process(size_t unit) = 0;
   // No unit is left.
@@ -27,8 +27,8 @@ class UnitWorker {
 
 using MakeUnitWorker = std::function<std::unique_ptr<UnitWorker>(const std::stop_token&)>;
 
-// Gives the units [0, count) to `workers` workers, each to one. `next` is the first that nobody has
-// begun. The calling thread is one of the workers; there are fewer where the system has no more
+// Gives the units [0, count) to `workers` workers, each to one. `next` is the first that no worker
+// has begun. The calling thread is one of the workers; there are fewer where the system has no more
 // threads to give. Returns when none of them runs any more. The first failure stops the others and
 // is rethrown; a stop that comes through `stop` ends in Error(cancelled).
 void run_units(size_t count, std::atomic<size_t>& next, unsigned workers,

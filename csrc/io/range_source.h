@@ -70,7 +70,8 @@ class RangeSource {
   // For messages: a path or URL without credentials and without its query.
   virtual const std::string& name() const noexcept = 0;
 
-  // Bytes from 0 to the end of the source; nullopt while nobody knows (a server that does not say).
+  // Bytes from 0 to the end of the source; nullopt while it is not known (a server that does not
+  // say).
   virtual std::optional<uint64_t> size() const = 0;
 
   virtual SourceTraits traits() const = 0;

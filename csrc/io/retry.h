@@ -96,7 +96,7 @@ class RetryState {
   RetryEnd end_ = RetryEnd::none;
 };
 
-// What to tell somebody whose server never answered.
+// The hint for a server that never answered.
 inline constexpr const char* kNeverAnsweredHint =
     "the server has not answered once: check host, port and network";
 

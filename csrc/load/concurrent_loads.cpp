@@ -200,7 +200,7 @@ class ConcurrentLoads {
     size_t group;
   };
 
-  // In the order in which units need the memory; what none of them needs comes last.
+  // In the order in which units need the memory; memory that no unit needs comes last.
   std::vector<Allocation> order_allocations() const {
     std::vector<Allocation> all;
     for (const auto& pool : pools_) {

@@ -259,7 +259,7 @@ class DeviceLoad : private UnitStages {
     }
   }
 
-  // Ciphertext goes to the device where the kernels can open it and nobody hashes the plaintext.
+  // Ciphertext goes to the device if the kernels can open it and no thread hashes the plaintext.
   // Memory that is not allocated yet will be aligned.
   size_t chunks_for_device(const Piece& piece) {
     if (session_.digester) return 0;

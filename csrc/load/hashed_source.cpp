@@ -10,7 +10,7 @@ constexpr uint64_t kGapNbytes = uint64_t{32} << 20;  // of gaps, so much is in m
 
 }  // namespace
 
-// The right to hash what comes next, until it is destroyed.
+// The right to hash the bytes that come next, until it is destroyed.
 class HashedSource::Turn {
  public:
   // Of the bytes [begin, end), which were read. Throws Error(cancelled).

@@ -73,7 +73,7 @@ struct LoadSession {
                                                    std::span<const std::byte> bytes);
 
   // Returns when the header of a record whose payload comes in steps was accepted: it may lie in an
-  // earlier unit, which somebody else is reading.
+  // earlier unit, which another worker is reading.
   void wait_for_header(uint32_t record, const std::stop_token& stop);
 
   // Calls read(), which reads unit `number`: in the order of the units where the source wants it.

@@ -18,12 +18,12 @@ namespace {
 
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
 constexpr uint64_t kUnsizedDataLimit = uint64_t{4} << 40;  // the plan of more would take memory
-// Of parts: a read of what is in memory costs as much as copying so many bytes; a request elsewhere
-// what its source says.
+// Of parts: a read of a cached file costs as much as copying so many bytes; the source says what a
+// request to another machine costs.
 constexpr uint64_t kCachedRunGapNbytes = 256;
 constexpr uint64_t kCachedPartGapNbytes = 4096;
-// Between two values of a store there may be a hole, so that its source asks for nothing in vain;
-// within a tensor is none.
+// Between two values of a store there may be a hole, so its source reads no gaps; within a tensor
+// there are no holes.
 constexpr uint64_t kLeastRunGapNbytes = 4096;
 // Of units for a device that come from a source that waits: for each worker, where they are hashed
 // from there.
@@ -34,8 +34,7 @@ constexpr uint64_t kShorterToHash = 8;
 constexpr size_t kBriefUnits = 512;
 
 // A container without record headers has no digests to compare: its index says all there is to
-// know. Nor has a part. Data of a signed file in clear are compared whether or not somebody asks
-// for it.
+// know. Nor has a part. Data of a signed file in clear are always compared.
 bool compares(const LoadOptions& options, const OpenedIndex& opened,
               const std::vector<LoadTarget>& targets) {
   if (options.parts) return false;
@@ -109,7 +108,7 @@ LoadPlan plan_whole(const LoadSession& session) {
       const uint64_t shorter = align_down(plan.unit_nbytes / kShorterToHash - 1, plan.cut_nbytes);
       plan.unit_nbytes = std::min(plan.unit_nbytes, std::max(shorter, plan.cut_nbytes));
     }
-    plan.whole_nbytes = plan.unit_nbytes / 8;  // what would be hashed alone joins the others
+    plan.whole_nbytes = plan.unit_nbytes / 8;  // larger payloads are hashed beside others
   }
   if (plan.large_at_once == 0) plan.streams = std::min(traits.streams, workers);
   LoadPlan made = plan_load(session.opened->index, session.entries, plan);

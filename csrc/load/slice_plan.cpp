@@ -6,7 +6,7 @@
 namespace tensorizer::load {
 namespace {
 
-// Two parts below this are worth a longer stretch of what nobody wants than a request of their own.
+// Two parts below this are worth a longer stretch of unwanted bytes than a request of their own.
 constexpr uint64_t kSmallNbytes = uint64_t{64} << 10;
 constexpr uint64_t kWasteShare = 32;  // elsewhere at most 1/32 of what is wanted is read in vain
 // Runs below this are copied out of a buffer; longer ones are read straight to their destination.

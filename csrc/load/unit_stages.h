@@ -4,7 +4,7 @@
 //           file, to memory of the worker
 //   open    headers become fields; chunks of the cipher are opened; runs of parts are copied
 //   digest  steps go to the digester, whole records are digested
-//   place   what is not where it belongs gets there
+//   place   bytes that are not in their destination yet are copied there
 // host_worker.cpp and device_worker.cpp say where each of them happens. Confined to one thread.
 #pragma once
 
@@ -32,7 +32,7 @@ class UnitStages {
   const std::byte* read_image(const Unit& unit);
 
   // To places_, run by run, or by one read for each stretch between payloads that are in place.
-  // What lies between runs goes to a place that nobody looks at, headers to a scratch buffer.
+  // Bytes between runs go to memory that is ignored, headers to a scratch buffer.
   void read_to_places(const Unit& unit, std::span<const Piece> pieces);
 
   // How far behind `used` the unit's image begins: where in a page it does in the file, if the

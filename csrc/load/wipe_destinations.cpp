@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 
-// What a piece puts into its destination; the worker with the header of a tensor whose chunks
-// straddle its pieces puts all of them there.
+// The bytes that a piece fills in its destination. The header of a tensor whose chunks straddle its
+// pieces stands for all of them: the worker that has it fills the whole tensor.
 device::DeviceRange filled_by(const LoadSession& session, const Piece& piece) noexcept {
   std::byte* const data = session.targets[piece.target].destination.data;
   if (piece.kind == Piece::Kind::payload) return {data + piece.place, piece.nbytes};
@@ -22,8 +22,8 @@ device::DeviceRange filled_by(const LoadSession& session, const Piece& piece) no
   return {data, session.entry_of(piece.target).data_nbytes};
 }
 
-// On a device, what was begun goes too where copies came that far: the caller's work that was to
-// come first is over then. Where it may not be, only what copies have begun to fill.
+// On a device, units that were begun are wiped, too, once a copy has been made: then the caller's
+// work, which comes first, is over. Before that, only bytes that copies have begun to fill.
 void wipe_on_device(LoadSession& session) noexcept {
   const bool all = session.has_placed() && session.options.engine->is_ready();
   std::array<device::DeviceRange, kWipedAtOnce> ranges;
@@ -47,8 +47,8 @@ void wipe_on_device(LoadSession& session) noexcept {
 
 }  // namespace
 
-// Only what a worker may have filled: touching the rest would cost its memory and its time. Nobody
-// can stop this, so it must be short: pages of ours are given back, not written.
+// Wipes only bytes that a worker may have filled: touching the rest would take memory and time. It
+// cannot be stopped, so it must be short: pages of ours are given back, not written.
 void wipe_destinations(LoadSession& session) noexcept {
   if (!session.has_crypt_info() || session.plans_begun == 0) return;
   if (session.options.engine != nullptr) return wipe_on_device(session);

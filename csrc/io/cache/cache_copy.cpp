@@ -47,7 +47,7 @@ void CacheCopy::add(uint64_t offset, std::span<const Buffer> bytes, bool patient
   } catch (const std::exception& error) {  // no memory, or no thread
     return give_up(error.what(), true);
   }
-  try {  // behind all that is to be written
+  try {  // behind all writes
     CacheDisk::instance().write([self = shared_from_this()] {
       try {
         CacheDisk::instance().sync([self] { self->publish(); });
@@ -107,7 +107,7 @@ void CacheCopy::give_up(const std::string& why, bool is_trouble) noexcept {
   }
   entry_->end_copy();
   entry_->unlock();
-  remove(/*force=*/false);  // one of those that wait for it goes on with the entry
+  remove(/*force=*/false);  // fails if another source waits for its turn: that one goes on
   changed_.notify_all();
 }
 

@@ -1,9 +1,10 @@
-// The copy of an object that one source makes while it is read. Bytes that come from the network
-// are copied to memory, and a thread of the process writes them (CacheDisk), so that no load waits
-// for the disk. When all are written, another thread syncs the file, and it takes its name.
+// The copy of an object that one source makes while it is read. Threads of the load copy the bytes
+// that come from the network to memory, and a thread of the process writes them (CacheDisk), so
+// that no load waits for the disk. When all bytes are written, another thread syncs the file and
+// gives it its name.
 //
-// A disk that fails, or that is further behind than CacheDisk has memory for, ends the copy; that
-// is noted, and nothing else happens to the load. Safe from many threads.
+// If the disk fails, or is further behind than CacheDisk has memory for, the copy is given up and
+// the reason noted; the load goes on. Safe from many threads.
 #pragma once
 
 #include <memory>
@@ -21,23 +22,23 @@
 
 namespace tensorizer::io {
 
-// Which object, and what its cache may take.
+// An object, and how much of the disk the cache may take for it.
 struct CacheKey {
   std::string location;
   std::string version;
   uint64_t nbytes = 0;
-  std::string about;  // of an entry that is made; empty: this is no use, only a look
+  std::string about;  // for about.json of a new entry; empty: only read, without noting the use
   CacheLimits limits;
 };
 
 class CacheCopy : public std::enable_shared_from_this<CacheCopy> {
  public:
-  // REQUIRES: entry->begin_copy() was true. The entry is left when the copy is there, or given up,
-  // and end() was called. Throws Error(io) where there is no room.
+  // REQUIRES: entry->begin_copy() was true. The entry is unlocked when the copy is complete or
+  // given up, and end() was called. Throws Error(io) if there is no room.
   CacheCopy(std::shared_ptr<CacheFolder> folder, std::shared_ptr<CacheEntry> entry,
             const CacheKey& key, FileCalls& calls = FileCalls::system());
 
-  // Takes bytes while the copy goes on. `patient` waits for memory, until a stop.
+  // Takes bytes while the copy is open. If `patient`, the thread waits for memory, until a stop.
   void add(uint64_t offset, std::span<const Buffer> bytes, bool patient,
            const std::stop_token& stop);
   void show_progress() noexcept { entry_->show_progress(); }
@@ -45,14 +46,14 @@ class CacheCopy : public std::enable_shared_from_this<CacheCopy> {
   std::vector<std::pair<uint64_t, uint64_t>> missing() const;
   // Whether it takes bytes.
   bool is_open() const;
-  // Nothing more is added: what is not whole is given up.
+  // No bytes follow: an incomplete copy is given up.
   void end() noexcept;
-  // Until it is there or was given up. False: a stop.
+  // Waits until the copy is published or given up. False: a stop.
   bool finish(const std::stop_token& stop);
   bool is_published() const;
-  // Its bytes are not to be believed: it goes, if it is there already.
+  // Its bytes are damaged: gives the copy up, and removes it if it is published.
   void discard(const std::string& why) noexcept;
-  // Why there is none; empty: there is one, or will be.
+  // Why the copy was given up; empty if it was not.
   std::string trouble() const;
 
  private:
@@ -71,7 +72,7 @@ class CacheCopy : public std::enable_shared_from_this<CacheCopy> {
   CondVar changed_;
   State state_ GUARDED_BY(mutex_) = State::open;
   bool has_ended_ GUARDED_BY(mutex_) = false;
-  std::shared_ptr<FileSink> sink_ GUARDED_BY(mutex_);  // a job that runs has it, too
+  std::shared_ptr<FileSink> sink_ GUARDED_BY(mutex_);  // shared with the job that runs
   ByteRanges added_ GUARDED_BY(mutex_);
   std::string trouble_ GUARDED_BY(mutex_);
 };

@@ -50,7 +50,7 @@ CacheDisk::Borrowed CacheDisk::borrow(uint64_t nbytes, bool patient, const std::
 void CacheDisk::give_back(Pages pages) noexcept {
   {
     MutexLock lock(mutex_);
-    // A forked child lets go of what its parent has borrowed.
+    // In a forked child, memory that the parent has borrowed is not counted.
     lent_nbytes_ -= std::min<uint64_t>(lent_nbytes_, bytes_of(pages).size());
     try {
       if (writes_run_) spare_.push_back(std::move(pages));
@@ -84,7 +84,7 @@ void CacheDisk::run_writes() noexcept {
     Job job = std::move(writes_.front());
     mutex_.unlock();
     job();
-    job = nullptr;  // what it holds goes before somebody hears that it is done
+    job = nullptr;  // frees its memory before a waiting thread hears that it is done
     mutex_.lock();
     writes_.pop_front();
     ++done_;

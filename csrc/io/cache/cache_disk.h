@@ -1,8 +1,8 @@
-// What one process does for its caches beside the loads, as jobs of its pool: one writes what they
-// have handed over, in that order, while there is something to write and a moment longer; copies
-// that are written are synced each by a job of their own. What waits to be written is bounded, and
-// its memory is used again, since new pages cost more than the copies into them. Internally locked;
-// one for the process, never destroyed. A forked child starts with nothing.
+// Jobs of the process that write and sync copies for its caches beside the loads. One job writes
+// what loads have handed over, in that order, and ends a moment after the last write; a job for
+// each copy syncs it. The memory that waits to be written is bounded and used again, since new
+// pages cost more than the copies into them. Internally locked; one for the process, never
+// destroyed. A forked child starts without jobs and memory.
 #pragma once
 
 #include <chrono>
@@ -26,22 +26,24 @@ class CacheDisk {
   static constexpr uint64_t kLimitNbytes = uint64_t{256} << 20;
   using Job = std::function<void()>;  // throws nothing
 
-  // Memory for so many bytes that are to be written, which comes back by itself; nullptr: too much
-  // waits already. `patient` waits for room, until a stop. Throws Error(out_of_memory).
+  // Memory for so many bytes that are to be written, which gives itself back; nullptr if too much
+  // waits already. If `patient`, the thread waits for room, until a stop. Throws
+  // Error(out_of_memory).
   struct GiveBack {
     size_t nbytes = 0;
     void operator()(std::byte* memory) const noexcept;
   };
   using Borrowed = std::unique_ptr<std::byte[], GiveBack>;
   Borrowed borrow(uint64_t nbytes, bool patient, const std::stop_token& stop);
-  // Throws std::system_error where the system has no thread to give.
+  // Runs `job` behind those before it. Throws std::system_error if the system has no thread to
+  // give.
   void write(Job job);
-  // The same; for a job of write().
+  // Runs `job` beside the others. Throws as write(), whose jobs call it.
   void sync(Job job);
-  // Until nothing waits to be written or synced. False: a stop, or nothing was done for so long.
+  // Waits until all is written and synced. False: a stop, or no job ended within `patience`.
   bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
 
-  // Why a folder keeps nothing more, for the log: its path, and the reason.
+  // The path of a folder, and why it keeps nothing more, for the log.
   using Trouble = std::pair<std::string, std::string>;
   void note(Trouble trouble);
   std::vector<Trouble> take_troubles();

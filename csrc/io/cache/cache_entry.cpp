@@ -35,7 +35,7 @@ int set_lock(int fd, short type, off_t at) noexcept {
 bool is_conflict(int error) noexcept { return error == EAGAIN || error == EACCES; }
 
 UniqueFd open_file(int folder, const char* name, int flags) {
-  // Whatever lies there, nobody waits for its other end.
+  // O_NONBLOCK: if a FIFO lies there, the call must not wait for its other end.
   return UniqueFd(openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
 }
 

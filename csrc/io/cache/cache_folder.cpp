@@ -39,7 +39,7 @@ std::string distrust(int fd, bool may_be_shared) {
   struct stat found{};
   if (fstat(fd, &found) != 0) return "cannot be examined";
   const bool writable = (found.st_mode & (S_IWGRP | S_IWOTH)) != 0;
-  // As with /tmp: nobody can replace what belongs to another one.
+  // As in /tmp, where users cannot replace files of other users.
   if (may_be_shared && (found.st_mode & S_ISVTX) != 0) return "";
   if (found.st_uid != geteuid()) return "belongs to another user";
   return writable ? "can be written by others" : "";
@@ -244,7 +244,7 @@ std::shared_ptr<CacheEntry> CacheFolder::make_entry(const std::string& location,
         enter(user_.get(), location, path_ + "/" + location, true, 0700);
         if (renameat(user_.get(), fresh.c_str(), user_.get(), name.c_str()) == 0) break;
         if (errno != ENOENT) {
-          delete_folder(user_.get(), fresh);  // somebody was faster
+          delete_folder(user_.get(), fresh);  // another process was faster
           break;
         }
       }

@@ -32,27 +32,27 @@ struct CachedVersion {
 
 class CacheFolder {
  public:
-  // Makes what is missing, if asked to. Throws Error: not_found (nothing there), io (on a network
-  // file system, of another user, writable by others, a link, no room).
+  // Makes missing folders if `create`. Throws Error: not_found (no such folder), io (on a network
+  // file system, of another user, writable by other users, a link, no room).
   static std::shared_ptr<CacheFolder> open(const std::string& path, bool create);
 
   const std::string& path() const noexcept { return path_; }
-  // Of the file system: all of it, and what is free. Throws Error(io).
+  // The size of the file system, and its free bytes. Throws Error(io).
   std::pair<uint64_t, uint64_t> disk_nbytes() const;
 
-  // The versions of a location that have a copy, and what their about.json says.
+  // The versions of a location that have a copy, each with its about.json.
   std::vector<std::pair<std::string, std::string>> versions(const std::string& location) const;
-  // nullptr: there is none; one that is damaged is removed. Throws Error(io).
+  // nullptr if there is no entry; a damaged one is removed. Throws Error(io).
   std::shared_ptr<CacheEntry> open_entry(const std::string& location, const std::string& version,
                                          uint64_t nbytes);
-  // The same, making it where it is missing.
+  // The same, but makes a missing entry; nullptr if other processes remove it again and again.
   std::shared_ptr<CacheEntry> make_entry(const std::string& location, const std::string& version,
                                          uint64_t nbytes, const std::string& about);
-  // False: somebody has it open, and `force` is not set.
+  // False if a source has it open and `force` is not set.
   bool remove(const std::string& location, const std::string& version, bool force);
 
-  // All entries that have a copy, those first that are to go first: old versions, then the least
-  // recently used.
+  // All entries that have a copy, in the order in which they are to be removed: old versions, then
+  // the least recently used.
   std::vector<CachedVersion> scan() const;
   bool is_used(const CachedVersion& version) const;
   // Whether all bytes of an object of this size are there.
@@ -60,10 +60,10 @@ class CacheFolder {
   // The files of an entry are in this folder.
   std::string path_of(const CachedVersion& version) const;
 
-  // Removes entries that nobody has open until `nbytes` more are within the limits; false, and none
-  // is removed, where that cannot be reached. One process at a time.
+  // Removes entries that no source has open until `nbytes` more are within the limits. If that
+  // cannot be reached, it removes none and returns false. One process at a time.
   bool make_room(uint64_t nbytes, const CacheLimits& limits);
-  // Removes what creations and removals have left that were interrupted an hour ago.
+  // Removes the remains of creations and removals that were interrupted an hour ago.
   void sweep();
 
  private:

@@ -22,13 +22,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kFirstLook{5};
 constexpr milliseconds kLastLook{50};
-// The one that makes the copy is not waited for when no byte has come to it for so long.
+// How long a load waits for the source that makes the copy, after that one's last byte.
 constexpr milliseconds kPatience{5000};
 constexpr uint64_t kLookNbytes = uint64_t{64} << 10;
 constexpr uint64_t kMostSkippedNbytes = uint64_t{16} << 20;
 constexpr uint64_t kMostBehindNbytes = uint64_t{4} << 10;
 
-// What a load of the whole object may leave out, such as its index and what lies between records.
+// Bytes that a load of the whole object may leave out, such as its index and gaps between records.
 uint64_t most_missing(uint64_t nbytes) noexcept { return nbytes / 16 + (uint64_t{64} << 10); }
 
 }  // namespace
@@ -62,7 +62,7 @@ void CacheSource::use(std::shared_ptr<CacheEntry> entry, UniqueFd copy) {
   entry_ = std::move(entry);
 }
 
-// An entry takes three descriptors. Half of all are for connections and other files.
+// An entry takes three descriptors. Half of all descriptors are for connections and other files.
 void CacheSource::check_descriptors() {
   struct rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
@@ -87,7 +87,7 @@ std::shared_ptr<CacheCopy> CacheSource::copy() const {
 
 void CacheSource::release() noexcept {
   if (!owner_.is_this_one()) return;
-  try {  // what came whole with the opening costs no request
+  try {  // an object that came whole with the opening costs no request
     if (view(0, key_.nbytes) != nullptr) begin_load(milliseconds(0), {});
   } catch (const std::exception&) {  // there is no copy then
   }
@@ -172,8 +172,8 @@ void CacheSource::read_at(uint64_t offset, std::span<const Buffer> buffers,
                 name_, offset);
   const auto copy = this->copy();
   if (!copy || !copy->is_open()) return network_->read_at(offset, buffers, stop);
-  // A pass that cannot go back reads what it skips anyway, and what lies behind the last record
-  // comes with it.
+  // A server without ranges sends skipped bytes anyway: they are read for the copy, and so are the
+  // few bytes behind the last record.
   std::vector<std::byte> skipped, behind;
   if (network_->traits().sequential) {
     for (const auto& [begin, end] : copy->missing()) {
@@ -203,7 +203,7 @@ uint64_t CacheSource::read_up_to(uint64_t offset, Buffer into, const std::stop_t
   return RangeSource::read_up_to(offset, into, stop);
 }
 
-// False: the disk does not give it, and the entry is gone.
+// False: the disk failed, and the entry was removed.
 bool CacheSource::read_disk(FileSource& disk, uint64_t offset, std::span<const Buffer> buffers,
                             const std::stop_token& stop) {
   try {
@@ -248,7 +248,7 @@ void CacheSource::begin_copy(milliseconds patience, const std::stop_token& stop)
   if (!wait_for_turn(*entry, patience, stop))
     return make_none(
         "another process stores it, and no byte has come to that one for some seconds");
-  if (UniqueFd copy = entry->open_copy()) {  // of the one that had its turn before
+  if (UniqueFd copy = entry->open_copy()) {  // of the source that had its turn before
     entry->end_copy();
     return use(std::move(entry), std::move(copy));
   }
@@ -262,7 +262,7 @@ void CacheSource::begin_copy(milliseconds patience, const std::stop_token& stop)
   }
   if (!copy) {
     entry->unlock();
-    entry = nullptr;  // and its locks
+    entry = nullptr;  // closes its lock file
     folder_->remove(key_.location, key_.version, /*force=*/false);
     if (error) std::rethrow_exception(error);
     return make_none(no_room);
@@ -307,7 +307,7 @@ void CacheSource::add_head(CacheCopy& copy, const std::stop_token& stop) {
   copy.add(0, std::span<const Buffer>(&head, 1), patient_, stop);
 }
 
-// Reads what no reader wanted, if that is little.
+// Reads the bytes that no reader wanted, if they are few.
 void CacheSource::complete(CacheCopy& copy) {
   if (!copy.is_open()) return;
   try {

@@ -1,11 +1,10 @@
-// An object of the network over its copy on the disk. If there is a copy, it is read, and the
-// network only where the disk fails. If there is none, bytes come from the network, and a load of
-// the whole object makes a copy of it on the way (CacheCopy). Where another source is doing that,
-// in this process or another one, a load of the whole object waits for it and reads the copy; a
-// load of parts neither waits nor makes one.
+// An object of the network over its copy on the disk. If there is a copy, the source reads it, and
+// the network only if the disk fails. Otherwise bytes come from the network, and a load of the
+// whole object makes a copy on the way (CacheCopy). If another source, of this process or another
+// one, is making that copy, a load of the whole object waits for it and reads the copy. A load of
+// parts neither waits nor makes a copy.
 //
-// What is read is never hashed here. Safe from many threads; a forked child reads, and makes no
-// copy.
+// The bytes are not hashed here. Safe from many threads; a forked child reads, and makes no copy.
 #pragma once
 
 #include <atomic>
@@ -23,11 +22,11 @@ namespace tensorizer::io {
 
 class CacheSource final : public RangeSource {
  public:
-  // Without `network`, the copy is all there is; nullptr where there is none. Throws Error(io)
-  // where the folder cannot be used, and with `network` as check_descriptors().
+  // Without `network`, only the copy is read, and the result is nullptr if there is no copy. Throws
+  // Error(io) if the folder cannot be used, and with `network` as check_descriptors().
   static std::shared_ptr<CacheSource> open(std::shared_ptr<CacheFolder> folder, CacheKey key,
                                            std::shared_ptr<RangeSource> network, std::string name);
-  // Throws Error(io) where an entry would take descriptors that connections need.
+  // Throws Error(io) if an entry would take descriptors that connections need.
   static void check_descriptors();
   ~CacheSource() override;
 
@@ -37,7 +36,7 @@ class CacheSource final : public RangeSource {
   using RangeSource::read_at;
   void read_at(uint64_t offset, std::span<const Buffer> buffers,
                const std::stop_token& stop) override;
-  // Of streams, which read all of an object as a rule.
+  // Begins a load of the whole object: the callers are streams, which usually read all of it.
   uint64_t read_up_to(uint64_t offset, Buffer into, const std::stop_token& stop) override;
   void begin_load(uint64_t nbytes, const std::stop_token& stop) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
@@ -46,10 +45,10 @@ class CacheSource final : public RangeSource {
   uint64_t bytes_read() const noexcept override;
 
   // Makes the copy at the pace of the disk, and returns when it would survive a power cut. Throws
-  // Error: io (also where the disk or the limits do not allow it), cancelled.
+  // Error: io (also if the disk or the limits do not allow it), cancelled.
   void fill(const std::stop_token& stop);
-  // No load follows, though later reads go on: the entry may be removed, and a copy that lacks
-  // little is completed.
+  // No load follows: completes a copy that lacks little, and unlocks the entry, which may be
+  // removed from then on. Reads stay possible.
   void release() noexcept;
   void write_about(const std::string& about) noexcept;
 
@@ -57,16 +56,16 @@ class CacheSource final : public RangeSource {
   // Whether there was a copy at the opening.
   bool was_complete() const noexcept { return was_complete_; }
   uint64_t cached_nbytes_read() const noexcept { return from_disk_.load(); }
-  // What there is, or soon will be, of a copy that this source makes: all of the object, or 0.
+  // The size of the object if this source has made, or is making, its copy; else 0.
   uint64_t stored_nbytes() const;
-  // Why this source makes no copy; empty where nothing speaks against it.
+  // Why this source makes no copy; empty if it makes one, or was not asked to.
   std::string trouble() const;
 
  private:
   CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
               std::shared_ptr<RangeSource> network, std::string name);
   void use(std::shared_ptr<CacheEntry> entry, UniqueFd copy);
-  // `patience`: with another source that makes the copy, while no byte comes to it.
+  // `patience`: how long to wait for another source that makes the copy, after its last byte.
   void begin_load(std::chrono::milliseconds patience, const std::stop_token& stop);
   void begin_copy(std::chrono::milliseconds patience, const std::stop_token& stop);
   bool wait_for_turn(CacheEntry& entry, std::chrono::milliseconds patience,
@@ -90,7 +89,7 @@ class CacheSource final : public RangeSource {
   std::atomic<uint64_t> from_disk_{0};
   mutable Mutex mutex_;
   CondVar changed_;
-  std::shared_ptr<CacheEntry> entry_ GUARDED_BY(mutex_);  // the one whose copy is read
+  std::shared_ptr<CacheEntry> entry_ GUARDED_BY(mutex_);  // of `disk_`
   std::shared_ptr<FileSource> disk_ GUARDED_BY(mutex_);
   std::shared_ptr<CacheCopy> copy_ GUARDED_BY(mutex_);
   std::string trouble_ GUARDED_BY(mutex_);

@@ -1,9 +1,9 @@
 // The body of one response, which is paused between reads: it opens an object, and serves all reads
 // where the server knows no ranges.
 //
-// Reads go forward, skipping what nobody asked for. One that goes back, or finds that the body
-// broke off, starts again from byte 0, but only where ETag, or date and size, prove that it is the
-// same object. Confined to one thread at a time, but for the sink, which is locked.
+// Reads go forward, skipping bytes that no reader asked for. A read that goes back, or finds that
+// the body broke off, starts again from byte 0, but only if ETag, or date and size, prove that it
+// is the same object. Confined to one thread at a time, but for the sink, which is locked.
 #pragma once
 
 #include <cstdint>

@@ -47,8 +47,8 @@ class HttpEndpoint {
   };
   using SharedTarget = std::shared_ptr<const Target>;
 
-  // Where to send the next request. May call renew() and the provider; what they throw when they
-  // have worked before is an HttpFailure that may be tried again.
+  // Where to send the next request. May call renew() and the provider. If they have worked before,
+  // an exception of theirs becomes an HttpFailure that may be tried again.
   SharedTarget target(const std::stop_token& stop);
 
   // The object was found at `to`, so later requests go there at once.
@@ -58,9 +58,10 @@ class HttpEndpoint {
   // better.
   bool refused(const Target& target, int status);
 
-  // A request was answered as it should be: what renewal fails at from now on may pass.
+  // A request was answered as it should be: later failures of a renewal may pass.
   void note_answered();
-  // Whether a target that is refused today may be accepted later: it has been, and can be renewed.
+  // Whether a target that is refused now may be accepted later: it was accepted before, and can be
+  // renewed.
   bool may_recover() const;
 
   // For messages; holds no credentials and no query. Valid after the first target().

@@ -26,15 +26,15 @@
 
 namespace tensorizer::io {
 
-// Where the bytes of an accepted body go; nowhere, where nobody wants them.
+// Takes the bytes of an accepted body; as it is, it drops them.
 class BodySink {
  public:
   virtual ~BodySink() = default;
   // False while no byte can be taken: the transfer is paused until resume().
   virtual bool ready() const noexcept { return true; }
-  // True when the thread that waits for the body has what it wants.
+  // True when the thread that waits for the body has all the bytes that it wants.
   virtual bool has_enough() const noexcept { return false; }
-  // Takes all of `bytes` or throws HttpFailure.
+  // Takes all of `bytes`, or throws HttpFailure.
   virtual void put(std::span<const std::byte> /*bytes*/) {}
 };
 
@@ -47,7 +47,7 @@ struct HttpRequest {
   const HttpHeaderList* further_headers = nullptr;
   // With it the request is a PUT; borrowed for the exchange.
   std::optional<ConstBuffer> body = std::nullopt;
-  // A body that stalls is given up after kBodyStall already: see HttpFailure::stalled_body.
+  // A body that stalls is given up after kBodyStall: see HttpFailure::stalled_body.
   bool gives_up_stalled_body = false;
 };
 

@@ -145,12 +145,12 @@ std::optional<uint64_t> content_length(const HttpResponse& response) {
   return length;
 }
 
-// A body that was packed for the way is not what its lengths and ranges count, and may unpack to
-// any size; nobody asked for one.
+// Lengths and ranges do not count the bytes of a body that the server packed, and it may unpack to
+// any size; no request asks for one.
 void check_transfer_coding(const HttpResponse& response) {
   for (const auto& [name, value] : response.headers) {
     if (!equals_ignoring_case(name, "transfer-encoding")) continue;
-    // "identity" is RFC 2616's word for none.
+    // "identity" is RFC 2616's word for no coding.
     if (!equals_ignoring_case(value, "chunked") && !equals_ignoring_case(value, "identity"))
       refuse(response,
              "expected a body as it is, got Transfer-Encoding '" + printable(value, 60) + "'",

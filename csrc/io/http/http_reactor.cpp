@@ -129,7 +129,7 @@ void HttpReactor::ensure_thread(size_t number) {
   if (worker.alive) return;
   worker.job.join();  // it has ended, or needs no lock to end
   UniqueCurlMulti multi = new_curl_multi();
-  // Where there are no descriptors for it libcurl makes a handle that nobody can wake.
+  // Without free descriptors libcurl makes a handle that cannot be woken.
   if (curl_multi_wakeup(multi.get()) != CURLM_OK)
     throw HttpFailure{
         .reason = std::strerror(EMFILE), .hint = kTooManyFilesHint, .transient = true};
@@ -184,7 +184,8 @@ void HttpReactor::run(size_t number) {
   }
 }
 
-// Nobody may need those of a source that was closed. libcurl ends them with their handle.
+// Connections of a source that was closed may never be used again. libcurl ends them with their
+// handle.
 void HttpReactor::end_idle_connections(Loop& loop) {
   UniqueCurlMulti fresh = new_curl_multi();
   if (curl_multi_wakeup(fresh.get()) != CURLM_OK) return;  // see ensure_thread()
@@ -193,7 +194,7 @@ void HttpReactor::end_idle_connections(Loop& loop) {
   loop.bound = 0;
   loop.worker.multi = fresh.get();
   loop.multi.swap(fresh);
-  // The old one ends within the lock, so that nobody wakes it any more.
+  // The old one ends within the lock, so that no thread wakes it any more.
   fresh.reset();
 }
 

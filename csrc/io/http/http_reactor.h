@@ -2,12 +2,12 @@
 // of libcurl's, which keeps connections for the next request.
 //
 // All requests of the process together use at most HttpOptions::max_connections connections; a
-// thread that has one to send waits for a place first. A body that is paused between reads keeps
-// its own connection beyond them. Idle connections end when a source or an uploader was closed and
-// their thread has then nothing to do for a fraction of a second; sources that are open still make
-// new ones. The threads (of the pool of the process) start with the first request, and end likewise
-// once nothing is open any more. A child that was forked has a reactor of its own, in which nothing
-// runs.
+// thread that wants to send a request waits for a place first. A body that is paused between reads
+// keeps its own connection beyond them. When a source or an uploader was closed and a thread of the
+// reactor has had nothing to do for a fraction of a second since, it ends its idle connections;
+// sources that are still open make new ones. The threads (of the pool of the process) start with
+// the first request, and end in the same way once no source and no uploader is open. A forked child
+// has a reactor of its own, without threads.
 #pragma once
 
 #include <curl/curl.h>
@@ -67,12 +67,12 @@ class HttpReactor {
   // The transfer moves until ended() is called. `most`: connections of the process. Throws
   // HttpFailure where the system gives neither thread nor descriptors.
   void start(HttpTransfer& transfer, unsigned most);
-  // Goes on after pause(). REQUIRES: ended() was not called when this thread last looked.
+  // Ends a pause(). REQUIRES: ended() was not called when this thread last looked.
   void resume(HttpTransfer& transfer) { send(transfer, Order::resume); }
-  // Ends it where it is, unless it has ended; ended() is called in any case.
+  // Ends the transfer, unless it has ended; ended() is called in either case.
   void cancel(HttpTransfer& transfer) { send(transfer, Order::cancel); }
 
-  // Before the process ends: stops the threads. Requests that are under way end with an error.
+  // Stops the threads, before the process ends. Requests that are under way end with an error.
   void shut_down() noexcept;
 
  private:
@@ -98,7 +98,7 @@ class HttpReactor {
     unsigned running = 0;
     bool closed = false;
   };
-  // What the thread of a worker has.
+  // The state of the thread of a worker.
   struct Loop {
     Worker& worker;
     UniqueCurlMulti multi = nullptr;
@@ -106,8 +106,8 @@ class HttpReactor {
     unsigned paused = 0;
     long most = 1;   // connections, but for those of bodies that are paused
     long bound = 0;  // as libcurl knows it
-    Clock::time_point worked = Clock::now();   // had transfers at
-    Clock::time_point emptied = Clock::now();  // of connections that nobody uses
+    Clock::time_point worked = Clock::now();   // when it last had transfers
+    Clock::time_point emptied = Clock::now();  // when its idle connections were ended
   };
 
   void acquire(HttpPlaces& places, const std::stop_token& stop);
@@ -136,7 +136,7 @@ class HttpReactor {
   bool stopping_ GUARDED_BY(mutex_) = false;
 };
 
-// Permission for one request, given back by the destructor.
+// Permission for one request, which the destructor gives back.
 class HttpPlace {
  public:
   HttpPlace(HttpPlaces& places, const std::stop_token& stop);
@@ -152,18 +152,18 @@ class HttpPlace {
   ConnectionLimit::TimePoint begun_;
 };
 
-// What one source or uploader has of the reactor. Outlives its places. Safe from many threads.
+// The share of one source or uploader in the reactor. Outlives its places. Safe from many threads.
 class HttpPlaces {
  public:
-  // `fixed`: see ConnectionLimit. `most_of_process`: requests at the same time, those of everybody
-  // else included.
+  // `fixed`: see ConnectionLimit. `most_of_process`: requests at the same time, those of all other
+  // sources and uploaders included.
   HttpPlaces(unsigned fixed, unsigned most_of_process)
       : most(std::max(1u, most_of_process)), limit(fixed, most_of_process) {}
   ~HttpPlaces() { close(); }
   HttpPlaces(const HttpPlaces&) = delete;
   HttpPlaces& operator=(const HttpPlaces&) = delete;
 
-  // Connections need not be kept for this one any more. Later requests open new ones.
+  // The reactor need not keep connections for this one any more. Later requests open new ones.
   void close() noexcept { HttpReactor::of_process().close(*this); }
 
   const unsigned most;

@@ -42,7 +42,7 @@ class DirectFile {
   const UniqueFd fd_;
   std::atomic<bool> refused_{false};
   Mutex mutex_;
-  FreshInChild<std::vector<Pages>> slots_ GUARDED_BY(mutex_);  // that nobody uses now
+  FreshInChild<std::vector<Pages>> slots_ GUARDED_BY(mutex_);  // that no read uses now
 };
 
 }  // namespace tensorizer::io

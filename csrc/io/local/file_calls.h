@@ -20,8 +20,8 @@ class FileCalls {
   // Those of the system. Never destroyed.
   static FileCalls& system();
 
-  // A new file: without a name in `folder`, where it can get one later, or under a name that nobody
-  // has.
+  // A new file: without a name in `folder`, where it can get one later, or under a name that no
+  // file has.
   virtual int open_unnamed(const std::string& folder, unsigned mode);
   virtual int open_new(const std::string& path, unsigned mode);
   // The file that is there, cut to nothing.

@@ -89,7 +89,7 @@ bool is_cached(int fd, const struct stat& file) noexcept {
 }
 
 // The pages of a range leave the page cache, those at its edges too: a neighbour reads its page
-// again. Pages that somebody maps or has not written to the disk stay. A hint.
+// again. Pages that a program maps, or that are not on the disk yet, stay. A hint.
 void let_go(int fd, uint64_t offset, uint64_t nbytes) noexcept {
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const uint64_t begin = align_down(offset, page);
@@ -285,8 +285,8 @@ std::shared_ptr<void> FileSource::open_streams() {
   return streams;
 }
 
-// The cache keeps pages in pieces of up to some megabytes, and of those that two reads shared it
-// has let go of none.
+// The page cache keeps pages in pieces of up to some megabytes. A piece that two reads shared has
+// stayed in it until now.
 void FileSource::end_load() noexcept {
   uint64_t begin = 0, end = 0;
   {

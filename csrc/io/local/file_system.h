@@ -8,7 +8,8 @@
 namespace tensorizer::io {
 
 // The name of a file system that other machines, or a program (FUSE), write to as well; nullptr: it
-// is of this machine, or of a kind that nobody knows. Where nothing can be learned it is "unknown".
+// is of this machine, or of a kind that is not listed here. If the system does not tell, it is
+// "unknown".
 const char* network_file_system(int fd) noexcept;
 
 // Whether its files are in memory, where reserving room takes as long as writing.
@@ -24,7 +25,7 @@ struct FolderTraits {
   bool any_order = true;  // bytes are taken in any order; else, only from front to back
 };
 
-// Looks at the file system, and tries it once for each device of a kind that nobody knows, by a
+// Looks at the file system, and tries it once for each device of a kind that is not listed, by a
 // hidden file that is gone on return. All true where no file can be made: that says what is wrong.
 FolderTraits folder_traits(const std::string& folder);
 

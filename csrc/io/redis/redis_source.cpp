@@ -178,7 +178,8 @@ std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std
 // --- reading -------------------------------------------------------------------------------------
 
 SourceTraits RedisSource::traits() const {
-  // Between two values there may be a hole, so bytes nobody asked for are never fetched along.
+  // Between two values there may be a hole, so bytes that were not asked for are never fetched
+  // along.
   return {.concurrency = options_.connections, .gap_nbytes = 0, .remote = true};
 }
 
