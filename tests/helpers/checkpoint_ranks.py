@@ -93,11 +93,11 @@ def kill_at_event(number: int) -> None:
     sys.setprofile(profile)
 
 
-def kill_one_process_at_every_step(folder: Path) -> None:
+def kill_one_process_at_any_step(folder: Path, stride: int) -> None:
     base = folder / "base"
     save(base, 1)
     seen: list[int] = []
-    for step in range(1, 1000):
+    for step in range(1, 1000, stride):
         here = folder / "here"
         shutil.rmtree(here, ignore_errors=True)
         shutil.copytree(base, here)
@@ -165,13 +165,13 @@ def kill_one_rank_of_two(folder: Path) -> None:
     assert len(list(here.iterdir())) == 3
 
 
-def kill_one_rank_of_two_at_any_step(folder: Path) -> None:
+def kill_one_rank_of_two_at_any_step(folder: Path, stride: int) -> None:
     """Two ranks save over a checkpoint of three, and one is killed: the old checkpoint or the new one is whole."""
     base = folder / "base"
     run_ranks(3, lambda rank: save(base, 1, rank))
     seen: dict[int, list[int]] = {0: [], 1: []}
     for who, found in seen.items():
-        for step in itertools.count(3, 7):
+        for step in itertools.count(3, stride):
             here = folder / "here"
             shutil.rmtree(here, ignore_errors=True)
             shutil.copytree(base, here)

@@ -226,7 +226,8 @@ def test_weights_may_lie_elsewhere_encrypted_and_signed(formats, tmp_path, caplo
     assert "verified by the digests in it" in line
 
 
-def test_a_server_is_a_place_for_weights_with_a_cache(formats, folder, tmp_path_factory):
+def test_a_server_is_a_place_for_weights_with_a_cache(formats, folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")  # it is gone in the end
     sums = write_sums(folder)
     with serve_folder(folder) as address:
         config = {"cache": str(tmp_path_factory.mktemp("cache")), "connections": 2, "progress": False}
