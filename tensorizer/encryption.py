@@ -5,6 +5,5 @@
 
 from __future__ import annotations
 
-from tensorizer._encryption import DecryptionParams, EncryptionParams
-
-__all__ = ["DecryptionParams", "EncryptionParams"]
+from tensorizer._encryption import DecryptionParams as DecryptionParams
+from tensorizer._encryption import EncryptionParams as EncryptionParams

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from tensorizer._progress import Progress
-
-__all__ = ["Progress"]
+from tensorizer._progress import Progress as Progress

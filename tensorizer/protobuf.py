@@ -21,16 +21,6 @@ from tensorizer.errors import FormatError
 if TYPE_CHECKING:
     from tensorizer.tensors_pb2 import Attribute, Module, Tensor
 
-__all__ = [
-    "DtypePbs",
-    "PbDtypes",
-    "PbNpyDtypes",
-    "deserialize_model",
-    "deserialize_tensor",
-    "serialize_model",
-    "serialize_tensor",
-]
-
 #: Maps torch dtypes to ``tensors.Dtype``.
 DtypePbs: dict[torch.dtype, int] = {
     torch.float32: tensors_pb2.DT_FLOAT32,

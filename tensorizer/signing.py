@@ -5,6 +5,5 @@
 
 from __future__ import annotations
 
-from tensorizer._signing import PublicKey, PublicKeyArgument, SigningKey
-
-__all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
+from tensorizer._signing import PublicKey as PublicKey
+from tensorizer._signing import SigningKey as SigningKey

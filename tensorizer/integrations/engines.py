@@ -20,8 +20,6 @@ from tensorizer._signing import PublicKeyArgument
 from tensorizer.integrations._hf.folders import LoadOptions, is_repo_id, open_folder
 from tensorizer.integrations._hf.weights import find_weights
 
-__all__ = ["load_stream"]
-
 _KEYWORDS = (
     *("device", "dtype", "filter_func", "verify", "encryption", "public_key", "stream_options", "memory", "progress"),
 )

@@ -22,8 +22,6 @@ from tensorizer._system.sizes import counted, size_text
 from tensorizer._version import __version__
 from tensorizer.errors import LoadError
 
-__all__ = ["register"]
-
 # vLLM shows what loggers below its own say.
 logger = logging.getLogger("vllm.tensorizer")
 

@@ -36,7 +36,8 @@ def public_callables():
     """Functions, classes, and methods of :data:`CALLED`, by name."""
     found = {}
     for module in public_modules():
-        for name in getattr(module, "__all__", ()):
+        of_protobuf = [name for name in vars(module) if "serialize_" in name]  # published without a list
+        for name in getattr(module, "__all__", of_protobuf):
             value = getattr(module, name)
             of_package = getattr(value, "__module__", "").startswith("tensorizer")
             is_error = inspect.isclass(value) and issubclass(value, Exception)
@@ -119,14 +120,10 @@ OTHERS = {
 
 
 def test_there_are_at_most_110_public_names():
-    """A name that one list takes over from another, as of the errors, counts once."""
-    found = set()
-    for module in public_modules():
-        for name in getattr(module, "__all__", ()):
-            value = getattr(module, name)
-            is_made_here = inspect.isclass(value) or inspect.isfunction(value)
-            found.add(value if is_made_here else name)
-    assert 50 < len(found) <= 110
+    """A name in two lists counts twice, but for the errors, whose list the package takes over."""
+    listed = [(module, name) for module in public_modules() for name in getattr(module, "__all__", ())]
+    taken_over = [name for module, name in listed if module is tensorizer and name in tensorizer.errors.__all__]
+    assert 50 < len(listed) - (len(taken_over) - 1) <= 110  # the package lists one itself, as published
 
 
 def test_no_text_of_the_package_has_phrases_that_nobody_says():
