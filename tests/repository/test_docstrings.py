@@ -126,6 +126,14 @@ def test_there_are_at_most_110_public_names():
     assert 50 < len(listed) - (len(taken_over) - 1) <= 110  # the package lists one itself, as published
 
 
+def test_threads_have_one_name_for_reads_and_one_for_writes():
+    """``num_readers``, and ``limit_cpu_concurrency`` as published."""
+    functions = [value for name, value in CALLABLES.items() if not name.endswith(".dcp_default")]  # has a reader
+    arguments = {argument for function in functions for argument in inspect.signature(function).parameters}
+    found = {argument for argument in arguments if re.search("thread|worker|reader|concurrency", argument)}
+    assert found == {"num_readers", "limit_cpu_concurrency"}
+
+
 def test_no_text_of_the_package_has_phrases_that_nobody_says():
     phrases = re.compile(
         r"a value that is none|a place that cannot be|nobody knows the scheme|out of reach"

@@ -97,7 +97,7 @@ def verify(
     group: Optional[torch.distributed.ProcessGroup] = None,
     *,
     encryption: Optional[DecryptionParams] = None,
-    threads: Optional[int] = None,
+    num_readers: Optional[int] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> VerifyReport:
     """Reads all bytes of a checkpoint and compares them with their digests, and the digests with the marker.
@@ -109,7 +109,7 @@ def verify(
         checkpoint: The folder or ``s3://`` prefix.
         group: The ranks that take part; ``None`` for all of them.
         encryption: The key of an encrypted checkpoint.
-        threads: Upper bound for reading threads.
+        num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening ``s3://`` URIs.
 
     Returns:
@@ -127,8 +127,8 @@ def verify(
         >>> verify("run").verified
         ('weight',)
     """
-    access = CallOptions.to_read(encryption, stream_options, threads)
-    thread_limit("threads", threads)
+    access = CallOptions.to_read(encryption, stream_options, num_readers)
+    thread_limit("num_readers", num_readers)
     return verify_folder(Folder.at(checkpoint, access), access, group)
 
 

@@ -62,19 +62,18 @@ class TensorizerReader(Located, StorageReader):
         allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
         encryption: The key of an encrypted checkpoint or file, or a function without arguments that returns it. It
             authenticates marker and files.
-        threads: Upper bound for reading threads; ``None`` uses as many as are useful.
+        num_readers: Upper bound for reading threads; ``None`` uses as many as are useful.
         stream_options: Keywords for opening URIs, as for :func:`tensorizer.stream_io.open_stream`.
         public_key: Keys, one of which must have signed every file of tensors (``tensorizer sign``), as for
             :class:`tensorizer.TensorDeserializer`. All data are then compared with their digests. Signatures do not
             cover the marker of a checkpoint, which says where each box is; the key of an encrypted checkpoint does.
-        require_authenticated: Rejects files that neither the key nor a signature authenticates; ``None`` takes the
-            value of ``TENSORIZER_REQUIRE_AUTHENTICATED``.
+        require_authenticated: Whether the key or a signature must authenticate each file (docs/api/index.md).
 
     Attributes:
         total_bytes_read: Bytes that came from storage since the reader was made.
 
     Raises:
-        ValueError: An ``s3://`` URI without a bucket; `threads` below 1.
+        ValueError: An ``s3://`` URI without a bucket; `num_readers` below 1.
         TypeError: An argument of the wrong type.
 
     Examples:
@@ -102,18 +101,18 @@ class TensorizerReader(Located, StorageReader):
         verify: Any = None,
         allow_pickle: bool = False,
         encryption: DecryptionArgument = None,
-        threads: Optional[int] = None,
+        num_readers: Optional[int] = None,
         stream_options: Optional[Mapping[str, Any]] = None,
         public_key: PublicKeyArgument = None,
         require_authenticated: Optional[bool] = None,
     ) -> None:
         trust = Trust.of(public_key, require_authenticated)
-        options = CallOptions.to_read(stream_options=stream_options, num_readers=threads, trust=trust)
+        options = CallOptions.to_read(stream_options=stream_options, num_readers=num_readers, trust=trust)
         Located.__init__(self, path, options)
         if not callable(encryption):
             check_decryption(encryption)
         self._encryption = encryption
-        thread_limit("threads", threads)
+        thread_limit("num_readers", num_readers)
         self._verify = verify_hash or bool(trust.public_keys)
         self._checks = verification(verify, options)
         self._allow_pickle = allow_pickle

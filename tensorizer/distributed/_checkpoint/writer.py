@@ -85,13 +85,15 @@ class TensorizerWriter(Located, StorageWriter):
         encryption: Encrypts tensors and leaves, and authenticates files and marker; names, shapes and placements stay
             readable in the marker. Parameters, or a function without arguments that returns them. All ranks need
             one key.
-        threads: Upper bound for threads; ``None`` uses as many as are useful.
+        limit_cpu_concurrency: Upper bound for threads, as for :class:`tensorizer.TensorSerializer`; ``None`` uses as
+            many as are useful.
         allow_pickle: Stores leaves that are more than tensors and simple values as pickles. With ``False``, the
             default, they raise, as in the reader.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: The scheme is not ``s3``, or the URI has no bucket; `hashes` are unknown; `threads` is below 1.
+        ValueError: The scheme is not ``s3``, or the URI has no bucket; `hashes` are unknown; `limit_cpu_concurrency` is
+            below 1.
         TypeError: An argument has a wrong type.
 
     Source: docs/training.md, "Distributed checkpoints".
@@ -110,7 +112,7 @@ class TensorizerWriter(Located, StorageWriter):
         fsync: bool = True,
         overwrite: bool = True,
         encryption: EncryptionArgument = None,
-        threads: Optional[int] = None,
+        limit_cpu_concurrency: Optional[int] = None,
         allow_pickle: bool = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
@@ -122,7 +124,7 @@ class TensorizerWriter(Located, StorageWriter):
         if encryption is not None and "crc32" in chosen:
             chosen = frozenset(("sha256",))
         self._hashes = chosen
-        self._max_workers = thread_limit("threads", threads)
+        self._max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self._fsync = fsync
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
