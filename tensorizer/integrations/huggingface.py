@@ -273,6 +273,7 @@ def load_adapter(
     local_files_only: bool = False,
     token: Any = None,
     allow_pickle: bool = False,
+    progress: ProgressArgument = None,
     stream_options: StreamOptions = None,
 ) -> Any:
     """Put a PEFT adapter into a model of ``transformers`` or ``peft``, or into a pipeline of ``diffusers``.
@@ -305,7 +306,9 @@ def load_adapter(
     from tensorizer.integrations._hf.folders import LoadOptions, open_folder
     from tensorizer.integrations._hf.objects import load_adapter_into
 
-    call = CallOptions.to_read(encryption, stream_options, trust=Trust.of(public_key, require_authenticated))
+    if progress is None:
+        progress = terminal_bar()
+    call = CallOptions.to_read(encryption, stream_options, None, progress, Trust.of(public_key, require_authenticated))
     options = LoadOptions(
         revision=revision,
         cache=cache,

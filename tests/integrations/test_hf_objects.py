@@ -301,7 +301,10 @@ def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
         into = from_pretrained(tmp_path / folder, transformers.AutoModelForCausalLM)
         assert type(into) is transformers.LlamaForCausalLM
         assert tiny_models.agree(into(PROMPT).logits, wanted)
-        second = load_adapter(from_pretrained(tmp_path / "ours"), tmp_path / folder, adapter_name="second")
+        told = []
+        model = from_pretrained(tmp_path / "ours")
+        second = load_adapter(model, tmp_path / folder, adapter_name="second", progress=told.append)
+        assert told[-1].bytes_done == told[-1].bytes_total > 0
         second.set_adapter("second")
         assert tiny_models.agree(second(PROMPT).logits, wanted)
 
