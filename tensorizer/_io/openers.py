@@ -36,7 +36,7 @@ def _open_local(path: Any, mode: str, options: CallOptions) -> BinaryIO:
     if not isinstance(path, str):
         raise TypeError(f"path_uri: expected a path of type str, got {type(path).__name__}")
     if "b" not in mode:
-        raise ValueError(f"mode must be binary, with a b; got {mode!r}")
+        raise ValueError(f"mode: expected a binary one, with a b, got {mode!r}")
     path = expanded(path)
     if any(letter in mode for letter in "wax"):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

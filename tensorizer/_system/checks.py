@@ -56,7 +56,7 @@ def binary_mode(mode: str, allowed: Sequence[str], scheme: Optional[str]) -> str
     """Returns the mode of a stream with its letters in the usual order. ``ValueError`` if it is not `allowed`."""
     ordered = "".join(sorted(mode, key="rwaxb+".find))
     if ordered not in allowed:
-        raise ValueError(f"mode for {scheme}:// must be one of {', '.join(allowed)}, got {mode!r}")
+        raise ValueError(f"mode for {scheme}://: expected one of {', '.join(allowed)}, got {mode!r}")
     return ordered
 
 

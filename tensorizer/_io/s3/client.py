@@ -45,8 +45,8 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
         return "http://" + rest if force_http else endpoint
     if scheme.lower() == "http" and (allow_http or force_http):
         return endpoint
-    found = "http://" if scheme.lower() == "http" else "another scheme"
-    raise ValueError(f"Non-HTTPS endpoint URLs are not allowed: found {found}; pass force_http=True for plain HTTP")
+    got = "http://; force_http=True allows plain HTTP" if scheme.lower() == "http" else "another scheme"
+    raise ValueError(f"Non-HTTPS endpoint URLs are not allowed: expected https://, got {got}")
 
 
 def check_endpoint(endpoint: Any) -> None:

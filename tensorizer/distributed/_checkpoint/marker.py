@@ -392,7 +392,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     for fqn, kind, text, *place in body["leaves"]:
         _check_name(fqn)
         if fqn in chunks:
-            raise ValueError(f"{fqn!r:.200}: found as a tensor and as a value")
+            raise ValueError(f"{fqn!r:.200}: expected a tensor or a value of that name, got both")
         if kind not in (JSON, ARRAYS, TORCH_SAVE) or (text is not None and kind != JSON):
             raise ValueError(f"{fqn!r:.200}: expected {JSON}, or {ARRAYS} or {TORCH_SAVE} in a file, got {kind!r:.50}")
         items[fqn] = BytesStorageMetadata()

@@ -163,7 +163,7 @@ def _leaf(value: Any, named: dict[str, Any]) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         node = {"fields": [_name_of(type(value)), encoded(fields, lambda inner, _: _leaf(inner, named))]}
     else:
-        raise NotSimple(f"found {type(value).__name__}")
+        raise NotSimple(f"got a value of type {type(value).__name__}")
     named[json.dumps(node)] = value
     return node
 

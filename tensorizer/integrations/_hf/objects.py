@@ -99,7 +99,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
 
     _only_on_one_device(options)
     if isinstance(options.dtype, dict):
-        raise ValueError(f"{folder.label}: dtype: a model of diffusers has one, found a mapping")
+        raise ValueError(f"{folder.label}: dtype: expected one for a model of diffusers, got a mapping")
     values = folder.read_json("config.json")
     if values is None:
         raise FileNotFoundError(f"{folder.label}: expected config.json in it")
