@@ -128,9 +128,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     ) -> None:
         chosen = target_device(device)
         trust = Trust.of(public_key, require_authenticated)
-        access = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
+        call = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
         options = ReadOptions(chosen, dtype, mmap, verify_hash, allow_missing_hashes, direct_io=direct_io)
-        file = self._open_file = open_file(file_obj, access, options, filter_func)
+        file = self._open_file = open_file(file_obj, call, options, filter_func)
         self.total_file_bytes: int = file.index.tensor_size
         self.total_tensor_bytes = file.total_tensor_bytes
         self.read_bytes = 0

@@ -99,10 +99,10 @@ def load_file(
     """
     chosen = target_device("cpu" if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
-    access = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
+    call = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
     options = ReadOptions(chosen, dtype, maps(backend, mmap), direct_io=direct_io)
-    options = options.verifying(AUTO if verify == "auto" else verification(verify, access))
-    with open_file(lent(filename), access, options, filter_func) as file:
+    options = options.verifying(AUTO if verify == "auto" else verification(verify, call))
+    with open_file(lent(filename), call, options, filter_func) as file:
         return file.as_state_dict(file.read_whole())
 
 
@@ -252,9 +252,9 @@ def load_model(
     view = ModuleView(model)
     chosen = target_device(view.device_of if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
-    access = CallOptions.to_read(encryption, stream_options, num_readers, trust=trust)
+    call = CallOptions.to_read(encryption, stream_options, num_readers, trust=trust)
     options = ReadOptions(chosen, dtype, maps(backend), verify or None)
-    with open_file(lent(filename), access, options) as file:
+    with open_file(lent(filename), call, options) as file:
         how = FillOptions(assign, ignores_sizes=ignore_mismatched_sizes)
         return Fill(view, file, file.flat_names(), how, strict).run()
 

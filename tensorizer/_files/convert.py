@@ -133,10 +133,10 @@ def convert(
         2
     """
     begin = time.monotonic()
-    access = CallOptions.to_write(encryption, stream_options, progress)
+    call = CallOptions.to_write(encryption, stream_options, progress)
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, False)
-        reading = access.reading(decryption, trust)
+        reading = call.reading(decryption, trust)
         to_format = format_of(target, format)
         contents, skipped, files_read, file = _open_contents(
             stack,
@@ -163,17 +163,17 @@ def convert(
         target = file_in_folder(target, format)
         if all_files:
             _check_is_told_from_folders(target)
-        beside = copies_beside(source, target, force, access) if all_files else []
+        beside = copies_beside(source, target, force, call) if all_files else []
         if file is not None and not dry_run and format_of(target, format) == "tensors":
             note = _note_of_origin(file, target)
             if note is not None:
                 contents = contents._replace(metadata={**(contents.metadata or {}), ORIGIN_KEY: note})
-        plan, files = write_contents(contents, target, options, access)
+        plan, files = write_contents(contents, target, options, call)
         if not dry_run:
             if file is not None:
                 _warn_of_signatures(file, source)
             for other, copy in beside:
-                copy_file(other, copy, access)
+                copy_file(other, copy, call)
         return {
             "source": shown_source,
             "target": shown_location(target),
@@ -205,7 +205,7 @@ def _note_of_origin(file: OpenFile, target: Any) -> Optional[str]:
     of_index = [None] * (len(locations) - len(sources))  # the index of shards is not open
     return origin_text(
         {
-            _name_of(location): facts_of(location, file.access, source)
+            _name_of(location): facts_of(location, file.call, source)
             for location, source in zip(locations, [*of_index, *sources])
         }
     )
@@ -237,24 +237,24 @@ def _check_is_told_from_folders(target: Any) -> None:
 def _open_contents(
     stack: contextlib.ExitStack,
     source: Any,
-    access: CallOptions,
+    call: CallOptions,
     skip_non_tensors: bool,
     to_format: str,
     verify: Verification,
 ) -> tuple[Contents, list[str], list[Any], Optional[OpenFile]]:
     """The tensors of a source, the names of values that are left out, the files that they come from, and the open file,
     if any."""
-    if is_checkpoint(source, access):
-        found, left_out, read = stack.enter_context(reader().contents(source, access, to_format))
+    if is_checkpoint(source, call):
+        found, left_out, read = stack.enter_context(reader().contents(source, call, to_format))
         return found, left_out, read, None
     files = pickled_files(source)
     if files:
-        if access.trust.public_keys:
+        if call.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle holds no signature")
         check_pickled(files, verify)
         tensors, skipped = read_pickled(files, skip_non_tensors)
         return contents_of_tensors(tensors), skipped, [source, *files], None
-    file = stack.enter_context(open_once(source, access, verify))
+    file = stack.enter_context(open_once(source, call, verify))
     stored = file.index.stores_hashes if verify.where_stored else bool(verify.stored)
     return contents_of_file(file, verify=stored), [], file.opened.locations, file
 

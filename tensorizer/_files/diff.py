@@ -129,12 +129,12 @@ class Side(NamedTuple):
 
 
 @contextlib.contextmanager
-def _side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
-    if is_checkpoint(source, access):
-        with reader().side(source, access, filter_func) as found:
+def _side(source: Any, call: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
+    if is_checkpoint(source, call):
+        with reader().side(source, call, filter_func) as found:
             yield found
         return
-    with open_whole(source, access) as file:
+    with open_whole(source, call) as file:
         names = _chosen(file, filter_func)
         file.read_dtypes(sorted(set(names.values())))
 

@@ -73,9 +73,9 @@ def sign(
         True
     """
     signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
-    access = CallOptions.to_read(encryption, stream_options, num_readers, progress)
-    if is_checkpoint(source, access):
-        reports = [_sign(file, signer, check, force, access) for file in reader().files_of(source, access)]
+    call = CallOptions.to_read(encryption, stream_options, num_readers, progress)
+    if is_checkpoint(source, call):
+        reports = [_sign(file, signer, check, force, call) for file in reader().files_of(source, call)]
         return {
             "source": shown_location(source),
             "signature": tuple(report["signature"] for report in reports),
@@ -83,12 +83,12 @@ def sign(
             "signers": tuple(one for one in reports[0]["signers"] if all(one in r["signers"] for r in reports)),
             "checked": all(report["checked"] for report in reports),
         }
-    return _sign(source, signer, check, force, access)
+    return _sign(source, signer, check, force, call)
 
 
-def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, access: CallOptions) -> dict[str, Any]:
+def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, call: CallOptions) -> dict[str, Any]:
     target = _target(source)
-    with open_whole(source, access) as file:
+    with open_whole(source, call) as file:
         if file.index.format == "safetensors":
             raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
         if file.source is None:
@@ -100,14 +100,14 @@ def _sign(source: Any, signer: _C.Signer, check: bool, force: bool, access: Call
                 f"{file.source_name}: {counted(len(records.unbound), 'tensor')} without a SHA-256, so nothing can be "
                 f"signed: {names}"
             )
-        kept = _kept(file, records, target, force, access)
+        kept = _kept(file, records, target, force, call)
         checked = check and file.readable
         if checked:
-            check_all(file, access.progress)
+            check_all(file, call.progress)
         content = named(file.source_name, _C.sign_detached, file.index, records, signer, kept)
         signers = _C.signers_of_detached(file.index, content)
         label = file.source_name
-    with WholeFile(target, access) as out:
+    with WholeFile(target, call) as out:
         out.append(content)
     return {
         "source": label,

@@ -144,19 +144,19 @@ def verify(
     if wanted is not None and not _SHA256.match(wanted):
         raise ValueError(f"sha256: expected 64 hexadecimal digits, got {len(wanted)} characters")
     trust = Trust.of(public_key, require_authenticated)
-    access = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
-    checks = verification(verify, access)
+    call = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
+    checks = verification(verify, call)
     begin = time.monotonic()
-    if is_checkpoint(source, access):
+    if is_checkpoint(source, call):
         if wanted is not None:
             raise ValueError(f"sha256: expected one file, got the checkpoint {shown_location(source)}")
         if checks.files is not None:
             raise ValueError(f"verify: expected a model, got the checkpoint {shown_location(source)}")
-        found: VerifyReport = reader().verify(source, access, filter_func, fail_fast)
+        found: VerifyReport = reader().verify(source, call, filter_func, fail_fast)
         return found
     if wanted is not None:
         checks = checks._replace(files=GivenDigest(wanted))
-    with open_once(source, access, checks) as file:
+    with open_once(source, call, checks) as file:
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         if wanted is not None and file.shard_names:
             raise ValueError(f"sha256: expected one file, got the shards of {file.source_name}")

@@ -85,9 +85,7 @@ class WriteOptions(NamedTuple):
     writers: Writers = Writers()
 
 
-def write_contents(
-    contents: Contents, target: Any, options: WriteOptions, access: CallOptions
-) -> tuple[Plan, list[Any]]:
+def write_contents(contents: Contents, target: Any, options: WriteOptions, call: CallOptions) -> tuple[Plan, list[Any]]:
     """Writes tensors to one file or several; errors as :func:`tensorizer.convert`.
 
     Returns:
@@ -95,8 +93,8 @@ def write_contents(
     """
     if options.dtype is not None:
         options = options._replace(dtype=as_dtype(options.dtype))
-    hashes = check_hashes(options.hashes, encrypted=access.encryption is not None)
-    plan = _plan(contents, format_of(target, options.format), options, access)
+    hashes = check_hashes(options.hashes, encrypted=call.encryption is not None)
+    plan = _plan(contents, format_of(target, options.format), options, call)
     names: list[Any] = [target]
     if is_path(target) and not isinstance(target, int):
         check_is_path(target)  # as it was given: the names of shards are texts
@@ -114,9 +112,9 @@ def write_contents(
     files = names if len(names) == 1 else [*names, model_files.index_name(os.fspath(target))]
     with options.writers.together():
         for file in files:
-            check_target(file, options.force, access)
+            check_target(file, options.force, call)
         # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
-        old = [] if options.max_shard_size is None else model_files.other_forms(target, files, access)
+        old = [] if options.max_shard_size is None else model_files.other_forms(target, files, call)
         old = [path for path in old if identity_of(path) not in options.reads]
         if old and not options.replaces_forms:
             raise StreamExistsError(
@@ -125,12 +123,12 @@ def write_contents(
             )
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
-        told = progress_reporter(access.progress, total, "writing") if access.progress else contextlib.nullcontext()
+        told = progress_reporter(call.progress, total, "writing") if call.progress else contextlib.nullcontext()
         with told as report:
-            _Writing(contents, plan, options, access, hashes, report).write(names, files[-1])
+            _Writing(contents, plan, options, call, hashes, report).write(names, files[-1])
         with options.writers.together():
             if options.writers.rank == 0:
-                remove_files(old, access)
+                remove_files(old, call)
     return plan, files
 
 
@@ -188,11 +186,11 @@ class Plan(NamedTuple):
         return [_C.stored_name(path).decode() for path in here]
 
 
-def _plan(contents: Contents, format: str, options: WriteOptions, access: CallOptions) -> Plan:
+def _plan(contents: Contents, format: str, options: WriteOptions, call: CallOptions) -> Plan:
     ties = options.ties
     if ties not in TIES:
         raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
-    if format == "safetensors" and access.encryption is not None:
+    if format == "safetensors" and call.encryption is not None:
         raise UnsupportedContentError("a .safetensors file cannot be encrypted")
     limit = math.inf if options.max_shard_size is None else shards.nbytes_of(options.max_shard_size)
     all_records = contents.records
@@ -295,11 +293,11 @@ class _Writing:
         contents: Contents,
         plan: Plan,
         options: WriteOptions,
-        access: CallOptions,
+        call: CallOptions,
         hashes: frozenset[str],
         report: Any,
     ) -> None:
-        self._contents, self._plan, self._options, self._access = contents, plan, options, access
+        self._contents, self._plan, self._options, self._call = contents, plan, options, call
         self._hashes, self._report = hashes, report
         self._done = 0
 
@@ -339,7 +337,7 @@ class _Writing:
             if files and writers.rank == 0:
                 # An encrypted model keeps its metadata and ties in the annexes of its shards.
                 texts = {} if self._plan.format == "tensors" else self._texts()
-                with WholeFile(index, self._access) as file:
+                with WholeFile(index, self._call) as file:
                     file.append(shards.index_bytes(files, self._plan.nbytes, texts))
 
     def _write_one(self, target: Any, run: range) -> list[int]:
@@ -365,8 +363,8 @@ class _Writing:
             hashes=self._hashes,
             metadata=plan.metadata if run.start == 0 else None,
             max_workers=self._options.max_workers,
-            encryption=self._access.encryption,
-            options=self._access,
+            encryption=self._call.encryption,
+            options=self._call,
         ) as session:
             report = self._report
             yield lambda tensors: write_tensors(
@@ -382,7 +380,7 @@ class _Writing:
         records = plan.records[run.start : run.stop]
         names = plan.names[run.start : run.stop]
         header = header_bytes([(name, r.dtype, r.shape) for name, r in zip(names, records)], metadata)
-        with WholeFile(target, self._access) as file:
+        with WholeFile(target, self._call) as file:
             file.reserve(len(header) + sum(record.tensor_nbytes for record in records))
             file.append(header)
 
@@ -457,11 +455,11 @@ class _Writing:
             return
         records = self._plan.records[run.start : run.stop]
         decryption = None
-        if self._access.encryption is not None:
+        if self._call.encryption is not None:
             from tensorizer._encryption import DecryptionParams
 
-            decryption = DecryptionParams.from_key(self._access.encryption.key)
-        with open_whole(target, self._access.reading(decryption)) as file:
+            decryption = DecryptionParams.from_key(self._call.encryption.key)
+        with open_whole(target, self._call.reading(decryption)) as file:
             if len(file.stored) != len(records):
                 raise HashMismatchError(
                     f"{file.source_name}: expected {counted(len(records), 'tensor')}, got {len(file.stored)}"

@@ -17,7 +17,7 @@ logger = logging.getLogger("tensorizer.serialization")
 MAX_SIGNATURE_NBYTES = 100_000_000
 
 
-def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], access: CallOptions) -> None:
+def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], call: CallOptions) -> None:
     """Checks the index of an opened file; its record headers are held against it from then on, as they are read.
 
     Raises:
@@ -28,7 +28,7 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
         ValueError: A public key for a ``.safetensors`` file.
         OSError: The detached signature cannot be read.
     """
-    trust = access.trust
+    trust = call.trust
     if keys is not None:
         named(opened.name, _C.check_tag, index, keys)
     if trust.public_keys:
@@ -37,7 +37,7 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
                 f"public_key: {opened.name} is a .safetensors file, which holds no signatures: sign its folder instead "
                 "(docs/signing.md)"
             )
-        _check_signatures(opened, index, access)
+        _check_signatures(opened, index, call)
     by_key, signers = _C.authenticated_by(index)
     if by_key or signers:
         return
@@ -60,9 +60,9 @@ def _why_not(index: _C.Index, has_key: bool) -> str:
     return "not authenticated: nothing was given that authenticates it (public_key=, or the key of an encrypted file)"
 
 
-def _check_signatures(opened: OpenedSource, index: _C.Index, access: CallOptions) -> None:
+def _check_signatures(opened: OpenedSource, index: _C.Index, call: CallOptions) -> None:
     """Looks in the file, then for the one of its name with ``.sig`` behind it, which is opened as the file was."""
-    wanted = list(access.trust.public_keys)
+    wanted = list(call.trust.public_keys)
     embedded: Optional[bool] = named(opened.name, _C.check_signatures, index, wanted)
     if embedded:
         return None

@@ -88,11 +88,11 @@ class OpenFile(OpenIndex):
         self,
         opened: OpenedFiles,
         readers: list[FileReader],
-        access: CallOptions,
+        call: CallOptions,
         options: ReadOptions,
         filter_func: Optional[FilterFuncType],
     ) -> None:
-        super().__init__(opened, readers, access)
+        super().__init__(opened, readers, call)
         self.options = options
         self.selection: Sequence[int]
         if not isinstance(self.index, JoinedIndex):
@@ -518,7 +518,7 @@ class OpenFile(OpenIndex):
 
     def _reporting(self, entries: Sequence[int]) -> AbstractContextManager[Progress]:
         """What is told how much of `entries` has been read; ``None`` where nobody listens."""
-        progress = self.access.progress
+        progress = self.call.progress
         if progress is None or progress is False:
             return contextlib.nullcontext()
         return progress_reporter(progress, sum(map(self.index.data_nbytes, entries)), "loading")
@@ -591,7 +591,7 @@ def _expect(parts: Sequence[FilePart]) -> None:
 
 def open_file(
     source: Any,
-    access: CallOptions,
+    call: CallOptions,
     options: ReadOptions = AS_STORED,
     filter_func: Optional[FilterFuncType] = None,
 ) -> OpenFile:
@@ -605,12 +605,12 @@ def open_file(
         TypeError: An argument of another type.
         OSError: It cannot be opened.
     """
-    return file_of(open_files(source, access), access, options, filter_func)
+    return file_of(open_files(source, call), call, options, filter_func)
 
 
 def file_of(
     opened: OpenedFiles,
-    access: CallOptions,
+    call: CallOptions,
     options: ReadOptions = AS_STORED,
     filter_func: Optional[FilterFuncType] = None,
 ) -> OpenFile:
@@ -621,11 +621,11 @@ def file_of(
         if options.dtype is not None:
             options = options._replace(dtype=as_dtype(options.dtype))
         if isinstance(opened, OpenedShards):
-            access = _of_each(access, len(opened.files))
-            readers = [open_reader(shard, access, options, filter_func, name) for name, shard in opened.files.items()]
+            call = _of_each(call, len(opened.files))
+            readers = [open_reader(shard, call, options, filter_func, name) for name, shard in opened.files.items()]
         else:
-            readers = [open_reader(opened, access, options, filter_func)]
-        file = OpenFile(opened, readers, access, options, filter_func)
+            readers = [open_reader(opened, call, options, filter_func)]
+        file = OpenFile(opened, readers, call, options, filter_func)
         if not options.without_key:
             file.verify_by(options.verify_hash)
             if options.verification.where_stored and file.index.stores_hashes:
@@ -645,19 +645,19 @@ def file_of(
     return file
 
 
-def open_whole(source: Any, access: CallOptions) -> OpenFile:
+def open_whole(source: Any, call: CallOptions) -> OpenFile:
     """Opens a file for work on the whole of it; without its key, the index can be read all the same.
 
     Reads verify where they say so, and take tensors without a digest.
     """
-    return open_file(source, access, WHOLE)
+    return open_file(source, call, WHOLE)
 
 
-def _of_each(access: CallOptions, files: int) -> CallOptions:
+def _of_each(call: CallOptions, files: int) -> CallOptions:
     """How each of several files is read, some of them at once: the bound for threads holds for all of them."""
-    if not access.max_workers:
-        return access
-    return access._replace(num_readers=max(1, access.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
+    if not call.max_workers:
+        return call
+    return call._replace(num_readers=max(1, call.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
 
 
 def _moved(state: Any, device: torch.device) -> Any:

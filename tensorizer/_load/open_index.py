@@ -55,9 +55,9 @@ class IndexReader:
         names: Of all entries.
     """
 
-    def __init__(self, opened: OpenedSource, access: CallOptions) -> None:
+    def __init__(self, opened: OpenedSource, call: CallOptions) -> None:
         self._opened = opened
-        self.index, self._keys = read_index(opened, access, without_key=True)
+        self.index, self._keys = read_index(opened, call, without_key=True)
         self.names: list[Name] = self.index.names()
         self.closed = False
 
@@ -107,12 +107,12 @@ class OpenIndex(AbstractContextManager[Any]):
         opened: The sources.
         shard_names: Of the files of a sharded model, in order; none for a single file.
         stream: The caller's object, or the stream opened for a URI; ``None`` for local paths.
-        access: How it was opened.
+        call: How it was opened.
     """
 
-    def __init__(self, opened: OpenedFiles, readers: Sequence[Any], access: CallOptions) -> None:
+    def __init__(self, opened: OpenedFiles, readers: Sequence[Any], call: CallOptions) -> None:
         shards = opened if isinstance(opened, OpenedShards) else None
-        self.readers, self.access = readers, access
+        self.readers, self.call = readers, call
         self.opened, self.source_name, self.stream = opened, opened.name, opened.stream
         self.shard_names: list[str] = []
         self._map_metadata: Optional[dict[str, str]] = None
@@ -162,7 +162,7 @@ class OpenIndex(AbstractContextManager[Any]):
     @property
     def readable(self) -> bool:
         """Whether payloads can be read: there is a key, or none is needed."""
-        return self.access.encryption is not None or not self.index.encrypted
+        return self.call.encryption is not None or not self.index.encrypted
 
     def metadata(self) -> Optional[dict[str, str]]:
         """What the writer noted: the map of shards first, then the files, the first of which decides where they differ.
@@ -173,7 +173,7 @@ class OpenIndex(AbstractContextManager[Any]):
         Raises:
             RuntimeError: It is encrypted, and the file is closed.
         """
-        if self.index.metadata_is_sealed and self.access.encryption is None:
+        if self.index.metadata_is_sealed and self.call.encryption is None:
             return None
         if self._map_metadata is None:
             noted = self.readers[0].metadata
@@ -190,7 +190,7 @@ class OpenIndex(AbstractContextManager[Any]):
     @property
     def made_from(self) -> Optional[str]:
         """What the writer noted of the files that it was made from, which :meth:`metadata` leaves out."""
-        if self.index.metadata_is_sealed and self.access.encryption is None:
+        if self.index.metadata_is_sealed and self.call.encryption is None:
             return None
         noted = ((reader.metadata or {}).get(ORIGIN_KEY) for reader in self.readers)
         return next(filter(None, noted), None)
@@ -301,30 +301,30 @@ class OpenIndex(AbstractContextManager[Any]):
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
-def open_files(source: Any, access: CallOptions) -> OpenedFiles:
+def open_files(source: Any, call: CallOptions) -> OpenedFiles:
     """Opens one file, or the shards that a folder or an index stands for; nothing is read of a file."""
     if is_one_file(source):  # which needs nothing of folders (benchmarks.walks)
-        return open_source(source, access)
-    return shards.open_files(source, access, _chooser(access))
+        return open_source(source, call)
+    return shards.open_files(source, call, _chooser(call))
 
 
-def open_index(source: Any, access: CallOptions) -> OpenIndex:
+def open_index(source: Any, call: CallOptions) -> OpenIndex:
     """Opens the index of one file, or of the shards that a folder or an index stands for; without its key, too.
 
     Raises:
         FormatError: Not a file of tensors, an unknown version, a damaged index; shards that are not those of their map.
         OSError: It cannot be opened.
     """
-    opened = open_files(source, access)
+    opened = open_files(source, call)
     try:
         files = list(opened.files.values()) if isinstance(opened, OpenedShards) else [opened]
-        return OpenIndex(opened, [IndexReader(file, access) for file in files], access)
+        return OpenIndex(opened, [IndexReader(file, call) for file in files], call)
     except BaseException:
         opened.close()
         raise
 
 
-def read_index(opened: OpenedSource, access: CallOptions, without_key: bool) -> tuple[_C.Index, Optional[_C.KeyRing]]:
+def read_index(opened: OpenedSource, call: CallOptions, without_key: bool) -> tuple[_C.Index, Optional[_C.KeyRing]]:
     """The index of an opened file, of which what vouches for it was checked, and the key of its tensors, if given.
 
     Raises:
@@ -332,10 +332,10 @@ def read_index(opened: OpenedSource, access: CallOptions, without_key: bool) -> 
         CryptographyError: The file is encrypted and there is no key, unless `without_key`, or the other way round.
         AuthenticationError: Its index is not what its key or a signature vouches for.
     """
-    index = _parsed(opened, access.encryption is not None, without_key)
-    keys = key_ring(access.encryption) if index.encrypted and access.encryption is not None else None
-    if keys is not None or access.trust != NOBODY:
-        authenticate(opened, index, keys, access)
+    index = _parsed(opened, call.encryption is not None, without_key)
+    keys = key_ring(call.encryption) if index.encrypted and call.encryption is not None else None
+    if keys is not None or call.trust != NOBODY:
+        authenticate(opened, index, keys, call)
     return index, keys
 
 
@@ -364,19 +364,19 @@ def _say_what_it_is(error: FormatError, opened: OpenedSource) -> None:
         tell_foreign(error, bytes(head[:nbytes]))
 
 
-def _chooser(access: CallOptions) -> Choose:
+def _chooser(call: CallOptions) -> Choose:
     """What tells for :func:`tensorizer._io.shards.open_files` which of several sets of weights is read."""
 
     def choose(label: str, names: Sequence[str], locate: Callable[[str], Any]) -> str:
         from tensorizer._io import forms  # for few folders
 
-        folder = forms.FolderOfForms(label, locate, functools.partial(note_of, access), access)
+        folder = forms.FolderOfForms(label, locate, functools.partial(note_of, call), call)
         return forms.choose(names, folder)
 
     return choose
 
 
-def note_of(access: CallOptions, source: Any) -> Optional[str]:
+def note_of(call: CallOptions, source: Any) -> Optional[str]:
     """What a file or index notes of its origin; ``None`` where that is nothing, or encrypted and there is no key."""
-    with open_index(source, access._replace(trust=NOBODY)) as file:
+    with open_index(source, call._replace(trust=NOBODY)) as file:
         return file.made_from

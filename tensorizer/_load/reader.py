@@ -439,7 +439,7 @@ class FileReader:
 
 def open_reader(
     opened: OpenedSource,
-    access: CallOptions,
+    call: CallOptions,
     options: ReadOptions,
     filter_func: Optional[FilterFuncType] = None,
     name: Optional[str] = None,
@@ -453,14 +453,14 @@ def open_reader(
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
         MissingHashError: Nothing states the digest of the file that it is to be compared with.
     """
-    max_workers = access.max_workers
+    max_workers = call.max_workers
     choice = check_direct_io(options.direct_io)
     direct_io = DirectIO(opened.source, choice)
     own_source, files = opened.source, options.verification.files
     sha256 = None if files is None else files.of(name_of(opened) if name is None else name, opened)
     if sha256 is not None:
         opened = opened._replace(source=_C.HashedSource(own_source))
-    index, keys = read_index(opened, access, options.without_key)
+    index, keys = read_index(opened, call, options.without_key)
     names: list[Name] = index.names()
     selection: Sequence[int] = range(len(names))
     if filter_func is not None:

@@ -81,7 +81,7 @@ class TensorStream(AbstractContextManager["TensorStream"], Iterator[tuple[str, t
             self._loads = _Loads(file, sorted(self._names), memory)
             stack.callback(self._loads.close)
             total = sum(map(file.index.loaded_nbytes, self._names))
-            self._report = stack.enter_context(progress_reporter(file.access.progress, total, "loading"))
+            self._report = stack.enter_context(progress_reporter(file.call.progress, total, "loading"))
             self._group: collections.deque[tuple[int, torch.Tensor]] = collections.deque()
             self._aliases: collections.deque[tuple[str, torch.Tensor]] = collections.deque()  # of the last tensor
             self._opened = stack.pop_all()

@@ -50,21 +50,21 @@ def is_encrypted(source: Any, options: CallOptions) -> bool:
     return _is_encrypted(folder, read_markers(folder))
 
 
-def verify(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType], fail_fast: bool) -> VerifyReport:
+def verify(source: Any, call: CallOptions, filter_func: Optional[FilterFuncType], fail_fast: bool) -> VerifyReport:
     """Reads the whole checkpoint. Returns and raises the same as :func:`tensorizer.verify`."""
-    folder = Folder.at(source, access)
-    if access.encryption is None and _is_encrypted(folder, read_markers(folder)):
+    folder = Folder.at(source, call)
+    if call.encryption is None and _is_encrypted(folder, read_markers(folder)):
         raise CryptographyError(f"{folder.where} is encrypted: a key is needed")
-    return verify_folder(folder, access, None, filter_func, fail_fast)
+    return verify_folder(folder, call, None, filter_func, fail_fast)
 
 
 @contextlib.contextmanager
-def side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
+def side(source: Any, call: CallOptions, filter_func: Optional[FilterFuncType]) -> Iterator[Side]:
     """One side of a comparison."""
-    folder = Folder.at(source, access)
-    found = _records(folder, read_markers(folder, access.encryption))
+    folder = Folder.at(source, call)
+    found = _records(folder, read_markers(folder, call.encryption))
     chosen = [record for record in found if filter_func is None or filter_func(str(record.name))]
-    with CheckpointFiles(folder, access, verify=False) as files:
+    with CheckpointFiles(folder, call, verify=False) as files:
         yield Side(
             source_name=folder.where,
             names={str(record.name): i for i, record in enumerate(chosen)},
@@ -77,19 +77,19 @@ def side(source: Any, access: CallOptions, filter_func: Optional[FilterFuncType]
 
 
 @contextlib.contextmanager
-def contents(source: Any, access: CallOptions, format: str) -> Iterator[tuple[Contents, list[str], list[str]]]:
+def contents(source: Any, call: CallOptions, format: str) -> Iterator[tuple[Contents, list[str], list[str]]]:
     """The content to write to a file of this format, the names of values that it leaves out, and the files to read."""
-    folder = Folder.at(source, access)
-    markers = read_markers(folder, access.encryption, access.trust.required)
-    with CheckpointFiles(folder, access, verify=True) as files:
+    folder = Folder.at(source, call)
+    markers = read_markers(folder, call.encryption, call.trust.required)
+    with CheckpointFiles(folder, call, verify=True) as files:
         found, left_out = contents_of(markers, files, selected(folder, whole_tensors(folder, markers), ""), "", format)
         yield found, left_out, [folder.join(name) for name in _files(markers)]
 
 
-def files_of(source: Any, access: CallOptions) -> list[str]:
+def files_of(source: Any, call: CallOptions) -> list[str]:
     """The paths or URIs of the files of tensors, each of which can be signed."""
-    folder = Folder.at(source, access)
-    found = [folder.join(name) for name in _files(read_markers(folder, access.encryption))]
+    folder = Folder.at(source, call)
+    found = [folder.join(name) for name in _files(read_markers(folder, call.encryption))]
     if not found:
         raise ValueError(f"{folder.where}: a checkpoint without tensors has no files to sign")
     return found

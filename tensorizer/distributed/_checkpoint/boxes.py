@@ -47,8 +47,8 @@ class WantedBox(NamedTuple):
 class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
     """The files of one checkpoint, which are opened on first use. The context manager closes them."""
 
-    def __init__(self, folder: Folder, access: CallOptions, *, verify: bool) -> None:
-        self._folder, self._access, self._verify = folder, access, verify
+    def __init__(self, folder: Folder, call: CallOptions, *, verify: bool) -> None:
+        self._folder, self._call, self._verify = folder, call, verify
         self._open: dict[SavedFile, OpenFile] = {}
         self._saved: dict[tuple[FileReader, int], Saved] = {}  # records that were compared with the marker
         self._closing = contextlib.ExitStack()
@@ -70,7 +70,7 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
         """
         if file not in self._open:
             opened = file_of(
-                self._opened(file), self._access, ReadOptions(verify_hash=self._verify, allow_missing_hashes=True)
+                self._opened(file), self._call, ReadOptions(verify_hash=self._verify, allow_missing_hashes=True)
             )
             try:
                 _check_belongs(opened, file)

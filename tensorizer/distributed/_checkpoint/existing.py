@@ -127,14 +127,14 @@ def verify(
         >>> verify("run").verified
         ('weight',)
     """
-    access = CallOptions.to_read(encryption, stream_options, num_readers)
+    call = CallOptions.to_read(encryption, stream_options, num_readers)
     thread_limit("num_readers", num_readers)
-    return verify_folder(Folder.at(checkpoint, access), access, group)
+    return verify_folder(Folder.at(checkpoint, call), call, group)
 
 
 def verify_folder(
     folder: Folder,
-    access: CallOptions,
+    call: CallOptions,
     group: Optional[torch.distributed.ProcessGroup] = None,
     filter_func: Optional[FilterFuncType] = None,
     fail_fast: bool = False,
@@ -142,13 +142,13 @@ def verify_folder(
     """Does the same as :func:`verify`, with all options that :func:`tensorizer.verify` has for a file.
 
     Raises:
-        AuthenticationError: None of the keys in `access` has signed a file.
+        AuthenticationError: None of the keys in `call` has signed a file.
     """
     ranks = Ranks(group)
     begin = time.monotonic()
     own: Optional[_Share] = None
     with caught() as failures:
-        own = _verify_share(folder, access, ranks, filter_func, fail_fast)
+        own = _verify_share(folder, call, ranks, filter_func, fail_fast)
     shares: list[_Share] = ranks.agree(failures, own)
     wrong = dict.fromkeys(mismatch for share in shares for mismatch in share.mismatched)
     names = {mismatch.name for mismatch in wrong}
@@ -181,10 +181,10 @@ class _Share(NamedTuple):
 
 
 def _verify_share(
-    folder: Folder, access: CallOptions, ranks: Ranks, filter_func: Optional[FilterFuncType], fail_fast: bool
+    folder: Folder, call: CallOptions, ranks: Ranks, filter_func: Optional[FilterFuncType], fail_fast: bool
 ) -> _Share:
     try:
-        markers = read_markers(folder, access.encryption, access.trust.required)
+        markers = read_markers(folder, call.encryption, call.trust.required)
     except (FormatError, VerificationError, AuthenticationError) as error:
         return _Share(mismatched=(Mismatch("", str(error)),))
     chosen = [saved for saved in saved_in(markers) if filter_func is None or filter_func(saved.name)]
@@ -192,10 +192,10 @@ def _verify_share(
     wrong: list[Mismatch] = []
     nbytes = 0
     with (
-        CheckpointFiles(folder, access, verify=True) as files,
-        progress_reporter(access.progress, sum(record.stored.nbytes for record in share), "verifying") as report,
+        CheckpointFiles(folder, call, verify=True) as files,
+        progress_reporter(call.progress, sum(record.stored.nbytes for record in share), "verifying") as report,
     ):
-        if access.trust.public_keys:
+        if call.trust.public_keys:
             for file in dict.fromkeys(record.stored.file for record in share if record.stored.file is not None):
                 files.file(file)  # raises if no key has signed it
         if ranks.rank == 0:

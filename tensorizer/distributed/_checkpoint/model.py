@@ -56,9 +56,9 @@ class ModelFiles:
         AuthenticationError: A file does not match its key or its signature.
     """
 
-    def __init__(self, place: Any, access: CallOptions, *, verify: bool, checks: Verification) -> None:
+    def __init__(self, place: Any, call: CallOptions, *, verify: bool, checks: Verification) -> None:
         options = ReadOptions(verify_hash=verify or None, allow_missing_hashes=True, verification=checks)
-        self.file: OpenFile = open_file(place, access, options)
+        self.file: OpenFile = open_file(place, call, options)
         self._verify = verify or bool(checks.stored) or (checks.where_stored and self.file.index.stores_hashes)
         try:
             if not self.file.shows_all:

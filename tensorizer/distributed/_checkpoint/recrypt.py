@@ -63,8 +63,8 @@ def recrypt(
         OSError: The source cannot be read, or the target cannot be written.
     """
     begin = time.monotonic()
-    access = CallOptions.to_read(decryption, stream_options)
-    old, new = Folder.at(source, access), Folder.at(target, access)
+    call = CallOptions.to_read(decryption, stream_options)
+    old, new = Folder.at(source, call), Folder.at(target, call)
     if old.where == new.where:
         raise ValueError(f"{new.where}: expected another folder as the target, got that of the checkpoint itself")
     markers = read_markers(old, decryption)
@@ -76,7 +76,7 @@ def recrypt(
     has_digests = all(saved.stored.crc32 is not None or saved.stored.sha256 is not None for saved in every)
     contents, files = [], []
     with (
-        CheckpointFiles(old, access, verify=has_digests) as opened,
+        CheckpointFiles(old, call, verify=has_digests) as opened,
         progress_reporter(progress, total, "converting") as report,
     ):
         done = 0

@@ -50,7 +50,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
     Args:
         target: A path or URI.
         options: Options for writing files of weights.
-        access: Options for opening any file.
+        call: Options for opening any file.
         metadata: Metadata for the files of weights, beside our own.
         variant: A word in their names.
         as_library: Whether models of transformers get the names of the library's own files.
@@ -61,7 +61,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         self,
         target: Any,
         options: WriteOptions,
-        access: CallOptions,
+        call: CallOptions,
         metadata: Mapping[str, str],
         variant: Optional[str],
         as_library: bool,
@@ -70,7 +70,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         path = local_path(target)
         self.remote = path is None
         self._root = folder_uri(target) if path is None else path
-        self._options, self._access = options, access
+        self._options, self._call = options, call
         self._metadata, self._variant, self.as_library = metadata, variant, as_library
         self._is_copy = is_copy and not self.remote
         self.format = options.format
@@ -114,11 +114,11 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         path = self.join(name)
         if not self.remote:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        beside = other_format_beside(path, self._access)
+        beside = other_format_beside(path, self._call)
         if beside and self._is_copy:
             note = origin_text(origin_in(os.path.dirname(path), beside[0]))
             contents = contents._replace(metadata={**(contents.metadata or {}), ORIGIN_KEY: note})
-        write_contents(contents, path, self._options, self._access)
+        write_contents(contents, path, self._options, self._call)
         if beside and not self._is_copy:
             logger.warning(
                 "%s: %s is written beside %s, which is not changed: loads of the folder raise an error that names both "
@@ -129,7 +129,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
             )
         if self._options.max_shard_size is None:
             # Removes shards of an earlier save if the model is one file now; a sharded save removes them itself.
-            remove_files(other_forms(path, [path], self._access), self._access)
+            remove_files(other_forms(path, [path], self._call), self._call)
 
     def finish(self) -> None:
         """Writes the small files."""
@@ -141,7 +141,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
         for name in names:
             if not self.remote:
                 os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
-            with WholeFile(self.join(name), self._access) as file:
+            with WholeFile(self.join(name), self._call) as file:
                 file.append((self.staging / name).read_bytes())
 
 
@@ -173,8 +173,8 @@ def save_folder(
     if names not in ("model", "library"):
         raise ValueError(f"names: expected 'model' or 'library', got {names!r}")
     options = WriteOptions(format=format_of("", format), ties=ties, max_shard_size=max_shard_size)
-    access = CallOptions.to_write(encryption, stream_options, progress)
-    with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library", is_copy) as where:
+    call = CallOptions.to_write(encryption, stream_options, progress)
+    with SavedFolder(folder, options, call, dict(metadata or {}), variant, names == "library", is_copy) as where:
         if is_plain:
             _save_module(obj, tokenizer, where)
         else:
