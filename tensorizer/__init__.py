@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tensorizer._files.verify import verify as verify
     from tensorizer._format.entries import FilterFuncType as FilterFuncType
     from tensorizer._format.entries import TensorType as TensorType
-    from tensorizer._load.report import LoadReport as LoadReport
+    from tensorizer._load.compare import LoadReport as LoadReport
     from tensorizer.deserializer import TensorDeserializer as TensorDeserializer
     from tensorizer.encryption import DecryptionParams as DecryptionParams
     from tensorizer.encryption import EncryptionParams as EncryptionParams
@@ -75,7 +75,7 @@ _ORIGINS = {
     "verify": "tensorizer._files.verify",
     "FilterFuncType": "tensorizer._format.entries",
     "TensorType": "tensorizer._format.entries",
-    "LoadReport": "tensorizer._load.report",
+    "LoadReport": "tensorizer._load.compare",
     "TensorDeserializer": "tensorizer.deserializer",
     "DecryptionParams": "tensorizer.encryption",
     "EncryptionParams": "tensorizer.encryption",

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.node_cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
-from tensorizer._io.openers import open_stream
-from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors
+from tensorizer._io.sources import HEAD_NBYTES, begins_as_tensors, open_stream
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size

@@ -11,25 +11,24 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 import torch
 
 from tensorizer._encryption import DecryptionParams
-from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry, check_filter
 from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, no_such_name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.call_options import CallOptions, Trust, says_dtype
 from tensorizer._io.sources import SourceArgument, reopener
-from tensorizer._load.arguments import DeviceArgument, check_filter, target_device
-from tensorizer._load.open_file import OpenFile, open_file
-from tensorizer._load.reader import ReadOptions
+from tensorizer._load.open_file import OpenFile, ReadOptions, open_file
 from tensorizer._progress import ProgressArgument
 from tensorizer._signing import PublicKeyArgument
 from tensorizer._system import checks
+from tensorizer._system.devices import DeviceArgument, target_device
 from tensorizer._system.sizes import counted, size_text
 
 # Modules that only some calls need are imported in those calls.
 if TYPE_CHECKING:
+    from tensorizer._load.compare import LoadReport
     from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
     from tensorizer._load.parts import TensorSlice
-    from tensorizer._load.report import LoadReport
 
 
 class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["TensorDeserializer"]):

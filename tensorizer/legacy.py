@@ -17,11 +17,11 @@ import torch
 from tensorizer import stream_io
 from tensorizer._io.sources import json_content
 from tensorizer._io.uri import name_in
-from tensorizer._load.arguments import one_device
+from tensorizer._system.devices import one_device
+from tensorizer._system.patches import no_init_or_tensor
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.serializer import TensorSerializer
-from tensorizer.utils import no_init_or_tensor
 
 Folder = Union[str, os.PathLike[str]]
 

@@ -14,7 +14,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
-from tensorizer._io import openers
+from tensorizer._io import sources
 from tensorizer._io.call_options import CallOptions, StreamOptions
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
@@ -204,4 +204,4 @@ def open_stream(
         memory_budget=memory_budget,
         cache=cache,
     )
-    return cast(BinaryIO, openers.open_stream(path_uri, mode, CallOptions(stream=options)))
+    return cast(BinaryIO, sources.open_stream(path_uri, mode, CallOptions(stream=options)))

@@ -7,6 +7,7 @@ They return a ``dict`` of plain tensors without a gradient, on the CPU unless yo
 
 from __future__ import annotations
 
+import contextlib
 import io
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,17 +22,15 @@ from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import no_such_name
 from tensorizer._io.call_options import CallOptions, Trust, says_dtype
 from tensorizer._io.sources import lent
-from tensorizer._load.arguments import DeviceArgument, maps, target_device
-from tensorizer._load.compare import ModuleView
+from tensorizer._load.compare import LoadReport, ModuleView
 from tensorizer._load.digests import AUTO, verification
 from tensorizer._load.modules import Fill, FillOptions
-from tensorizer._load.open_file import open_file
+from tensorizer._load.open_file import ReadOptions, open_file
 from tensorizer._load.parts import TensorSlice
-from tensorizer._load.reader import ReadOptions
-from tensorizer._load.report import LoadReport
 from tensorizer._progress import ProgressArgument
 from tensorizer._save.session import HASH_NAMES
 from tensorizer._signing import PublicKeyArgument
+from tensorizer._system.devices import DeviceArgument, target_device
 
 __all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
@@ -100,7 +99,7 @@ def load_file(
     chosen = target_device("cpu" if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
     call = CallOptions.to_read(encryption, stream_options, num_readers, progress, trust)
-    options = ReadOptions(chosen, dtype, maps(backend, mmap), direct_io=direct_io)
+    options = ReadOptions(chosen, dtype, _maps(backend, mmap), direct_io=direct_io)
     options = options.verifying(AUTO if verify == "auto" else verification(verify, call))
     with open_file(lent(filename), call, options, filter_func) as file:
         return file.as_state_dict(file.read_whole())
@@ -253,7 +252,7 @@ def load_model(
     chosen = target_device(view.device_of if device is None else device)
     trust = Trust.of(public_key, require_authenticated)
     call = CallOptions.to_read(encryption, stream_options, num_readers, trust=trust)
-    options = ReadOptions(chosen, dtype, maps(backend), verify or None)
+    options = ReadOptions(chosen, dtype, _maps(backend), verify or None)
     with open_file(lent(filename), call, options) as file:
         how = FillOptions(assign, ignores_sizes=ignore_mismatched_sizes)
         return Fill(view, file, file.flat_names(), how, strict).run()
@@ -347,7 +346,7 @@ class safe_open(AbstractContextManager["safe_open"]):
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework: expected 'pt', got {framework!r}")
-        options = ReadOptions(target_device(device), mmap=maps(backend))
+        options = ReadOptions(target_device(device), mmap=_maps(backend))
         trust = Trust.of(public_key, require_authenticated)
         self._file = open_file(lent(filename), CallOptions.to_read(encryption, stream_options, trust=trust), options)
         try:
@@ -455,3 +454,19 @@ class safe_open(AbstractContextManager["safe_open"]):
 def _format_of(filename: Any, format: Optional[str]) -> str:
     """``.tensors`` if the name ends so, else ``.safetensors``: programs write ``model.safetensors.tmp`` first."""
     return format_of(filename, format, default="safetensors")
+
+
+def _maps(backend: Optional[str], mmap: Optional[bool] = False) -> Optional[bool]:
+    """What ``backend`` and ``mmap`` mean together: ``"mmap"`` maps where nothing speaks against it.
+
+    Raises:
+        ValueError: A backend that ``safetensors`` does not know; where it is installed, its ``SafetensorError`` too.
+    """
+    if backend in (None, "mmap", "pread"):
+        return None if backend == "mmap" and not mmap else mmap
+    kinds: tuple[type, ...] = (ValueError,)
+    with contextlib.suppress(ImportError):
+        from safetensors import SafetensorError
+
+        kinds = (SafetensorError, ValueError)
+    raise type("UnknownBackendError", kinds, {})(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')

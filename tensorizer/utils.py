@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union, overload
+from typing import NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._system.devices import get_device as get_device
-from tensorizer._system.patches import Activity, Block, CountedPatch, in_this_task
+from tensorizer._system.devices import get_device
+from tensorizer._system.patches import no_init_or_tensor
 from tensorizer._system.sizes import convert_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [  # noqa: RUF022 - the order that callers know
     "convert_bytes",
@@ -29,7 +23,6 @@ __all__ = [  # noqa: RUF022 - the order that callers know
 ]
 
 Device = Union[torch.device, str, int, None]
-Model = TypeVar("Model")
 
 
 def _mebibytes(nbytes: int) -> str:
@@ -220,95 +213,3 @@ def get_mem_usage() -> str:
         True
     """
     return str(MemoryUsage.now())
-
-
-# --- models without allocation and initialisation -----------------------------------------------------------------
-
-_skipping_init: ContextVar[bool] = ContextVar("tensorizer_skipping_init", default=False)
-
-_torch_empty: Callable[..., torch.Tensor] = torch.empty
-_QUIET_MODULES: tuple[Any, ...] = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
-
-
-@wraps(_torch_empty)
-def _empty_on_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    if _skipping_init.get() and kwargs.get("out") is None:
-        kwargs["device"] = "meta"
-        kwargs.pop("pin_memory", None)  # only host memory can be pinned
-    return _torch_empty(*args, **kwargs)
-
-
-def _quiet(reset_parameters: Callable[..., None]) -> Callable[..., None]:
-    @wraps(reset_parameters)
-    def reset_unless_skipping(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not _skipping_init.get():
-            reset_parameters(self, *args, **kwargs)
-
-    return reset_unless_skipping
-
-
-@cache
-def _let_torch_note_its_functions() -> None:
-    """Uses a ``torch.device(...)`` context once, since its first use records which functions make tensors.
-
-    These should be torch's own functions, not replacements.
-    """
-    with torch.device("cpu"):
-        _torch_empty(0)
-
-
-def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    _let_torch_note_its_functions()
-    yield torch, "empty", _empty_on_meta
-    for module in _QUIET_MODULES:
-        yield module, "reset_parameters", _quiet(module.reset_parameters)
-
-
-_without_values = CountedPatch(_replacements)
-
-
-@overload
-def no_init_or_tensor(loading_code: None = None) -> AbstractContextManager[None]: ...
-
-
-@overload
-def no_init_or_tensor(loading_code: Callable[[], Model]) -> Model: ...
-
-
-def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
-    """Build a model without spending time or memory on parameters that a file is about to supply.
-
-    Two forms:
-
-        >>> from tensorizer.utils import no_init_or_tensor
-        >>> with no_init_or_tensor():
-        ...     model = torch.nn.Linear(4, 2)
-        >>> model = no_init_or_tensor(lambda: torch.nn.Linear(4, 2))
-
-    While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
-    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else works as always:
-    buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device. To have them
-    where the model will run, also wrap the code in ``torch.device(device)``.
-
-    The effect is limited to the current thread and coroutine. A nested use changes nothing. The original functions are
-    restored when the last active context ends.
-
-    Args:
-        loading_code: Called without arguments inside the context; ``None`` returns the context manager itself.
-
-    Returns:
-        The result of ``loading_code()``, or the context manager.
-
-    Raises:
-        TypeError: ``loading_code`` is neither ``None`` nor callable.
-    """
-    block = Block(lambda: Activity(lambda: _without_values, lambda: in_this_task(_skipping_init, True)))
-    if loading_code is None:
-        return block
-    if not callable(loading_code):
-        raise TypeError(
-            "no_init_or_tensor: expected a callable without arguments or nothing (as a context manager), "
-            f"got {type(loading_code).__name__}"
-        )
-    with block:
-        return loading_code()

@@ -17,7 +17,7 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Contents
 from tensorizer._files.copy import check_target, remove_files
-from tensorizer._format.dtypes import CASTABLE
+from tensorizer._format.dtypes import CASTABLE, as_dtype
 from tensorizer._format.entries import flat_name
 from tensorizer._format.names import Path, double_name, name_of, name_text
 from tensorizer._format.payloads import contiguous, is_copied
@@ -28,7 +28,6 @@ from tensorizer._io.new_files import NewFile, place_of_new_file
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import files_at_once, is_path
 from tensorizer._io.uri import check_is_path, folder_uri, identity_of, scheme_of, split_query
-from tensorizer._load.arguments import as_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
 from tensorizer._progress import progress_reporter
 from tensorizer._save.records import Record

@@ -167,3 +167,37 @@ def is_quantised_by_torchao(config: Any) -> bool:
         quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
     )
     return str(getattr(method, "value", method)) == "torchao"
+
+
+# --- the argument dtype= ----------------------------------------------------------------------------------------------
+
+
+def as_dtype(dtype: Any) -> Optional[torch.dtype]:
+    """A ``dtype=`` argument: a ``torch.dtype``, its name, or ``None``.
+
+    Raises:
+        TypeError: Something else; the message says which dtype may be meant.
+    """
+    found = named_dtype(dtype) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) or dtype is None:
+        return found
+    meant = meant_dtype(dtype)
+    hint = f"; did you mean {str(meant).removeprefix('torch.')!r}?" if meant is not None else ""
+    raise TypeError(f"dtype: expected a torch.dtype or its name, got {type(dtype).__name__} ({dtype!r:.100}){hint}")
+
+
+def named_dtype(name: str) -> Optional[torch.dtype]:
+    """The dtype that torch calls so, with or without ``torch.``."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def meant_dtype(text: Any) -> Optional[torch.dtype]:
+    """The dtype that a text may have been meant for; ``None`` where none is near."""
+    if not isinstance(text, str):
+        return None
+    import difflib
+
+    names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+    near = difflib.get_close_matches(text.rpartition(".")[2].lower(), names, 1, 0.5)  # 0.5: "fp16" is float16
+    return named_dtype(near[0]) if near else None

@@ -105,3 +105,19 @@ def flat_name(name: Name, type: TensorType) -> str:
     text = name if isinstance(name, str) else ".".join(map(str, name))
     of_root = type is not TensorType.STATE_DICT and text.startswith(".") and len(text) > 1
     return text[1:] if of_root else text
+
+
+def check_filter(filter_func: Optional[FilterFuncType]) -> None:
+    """Raises ``TypeError`` for what cannot be called with a name."""
+    if filter_func is None or callable(filter_func):
+        return
+    import torch  # for errors only
+
+    if isinstance(filter_func, torch.dtype):
+        raise TypeError(
+            f"filter_func: expected a function, got {filter_func}: a dtype is passed by name, dtype={filter_func}"
+        )
+    raise TypeError(
+        f"filter_func: expected a function that is given each name, got {type(filter_func).__name__}; "
+        "for a collection of names pass its method, as in filter_func={'a', 'b'}.__contains__"
+    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Optional
 from tensorizer import _C
 from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.new_files import place_of, say_without_mode, traits_of, without_links
-from tensorizer._io.sources import Lent, check_binary, describe, is_path, nothing, real_file
+from tensorizer._io.sources import Lent, check_binary, describe, is_path, nothing, open_stream, real_file
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
 from tensorizer.errors import stream_errors
@@ -56,7 +56,6 @@ def open_sink(file_obj: Any, fsync: bool, options: CallOptions = PLAIN) -> Opene
     path = local_path(file_obj)
     if path is not None:
         return _open_path(path, fsync)
-    from tensorizer._io.openers import open_stream
 
     stream = open_stream(file_obj, "wb+", options)
     sink = stream.detach_sink() if isinstance(stream, UploadOnClose) else None

@@ -13,7 +13,7 @@ from tensorizer._format import dtypes
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.names import Name
 from tensorizer._load.open_file import OpenFile
-from tensorizer._load.reader import tensor_error
+from tensorizer._load.open_index import tensor_error
 
 #: Module index, type, name, parameter.
 TensorItem = tuple[int, TensorType, Name, torch.nn.Parameter]

@@ -16,10 +16,19 @@ from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
 from tensorizer._format.names import Name, double_name, listed
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.compare import ModuleView, Slot, decide, is_dtensor, shown, unfit_in_place
+from tensorizer._load.compare import (
+    LoadReport,
+    Misfit,
+    ModuleView,
+    Slot,
+    decide,
+    is_dtensor,
+    misplaced,
+    shown,
+    unfit_in_place,
+)
 from tensorizer._load.open_file import OpenFile
-from tensorizer._load.reader import file_error
-from tensorizer._load.report import LoadReport, Misfit, misplaced
+from tensorizer._load.open_index import file_error
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import counted
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar
 from tensorizer import _C
 from tensorizer._format.dtype_names import dtype_text, lacks_name
 from tensorizer._format.entries import TensorType
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, listed, name_text
 from tensorizer._io import shards
 from tensorizer._io.call_options import NOBODY, CallOptions
 from tensorizer._io.shards import ORIGIN_KEY, Choose, OpenedFiles, OpenedShards
@@ -26,12 +26,13 @@ from tensorizer._keys import key_ring
 from tensorizer._load.authenticity import authenticate
 from tensorizer._load.joined import JoinedIndex, join
 from tensorizer._system import locks
-from tensorizer.errors import CryptographyError, FormatError
+from tensorizer._system.sizes import counted
+from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 
 if TYPE_CHECKING:
     import torch
 
-    from tensorizer._load.reader import FileReader
+    from tensorizer._load.open_file import FileReader
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -380,3 +381,28 @@ def note_of(call: CallOptions, source: Any) -> Optional[str]:
     """What a file or index notes of its origin; ``None`` where that is nothing, or encrypted and there is no key."""
     with open_index(source, call._replace(trust=NOBODY)) as file:
         return file.made_from
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def file_error(source: str, problem: object) -> FormatError:
+    """The error for what is wrong with a file."""
+    error = FormatError(f"{source}: {problem}")
+    error.source = source
+    return error
+
+
+def tensor_error(source: str, name: Name, problem: object) -> FormatError:
+    """The error for what is wrong with one tensor of a file."""
+    return file_error(source, f"tensor {name_text(name)!r:.200}: {problem}")
+
+
+def missing_hashes(source: str, names: Sequence[Name], argument: str = "allow_missing_hashes=True") -> MissingHashError:
+    """The error for tensors that were to be verified and have no digest; the argument takes them all the same."""
+    error = MissingHashError(
+        f"{source}: cannot verify {counted(len(names), 'tensor')} without a stored hash: {listed(names)}; "
+        f"{argument} takes them unverified"
+    )
+    error.source = source
+    return error

@@ -12,12 +12,11 @@ from tensorizer import _C
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import can_be_filled
 from tensorizer._format.safetensors import safetensors_dtype
-from tensorizer._load.arguments import target_device
 from tensorizer._load.indices import cover, is_basic
-from tensorizer._load.open_file import OpenFile
-from tensorizer._load.reader import FileReader, no_collections, tensor_error
+from tensorizer._load.open_file import FileReader, OpenFile, no_collections
+from tensorizer._load.open_index import tensor_error
 from tensorizer._system import cuda_engine
-from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
+from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device, target_device
 
 # Files read at a time, as for whole tensors.
 _FILES_AT_ONCE = 4
@@ -155,7 +154,8 @@ def _read_basic(
     source, keys, *_ = reader.handle
     with no_collections(), ordinary_tensors():
         batch = _C.LoadBatch.of_parts(source, reader.index, entries, indices)
-        reader.direct_io.expect(lambda: _nbytes([batch]))
+        if reader.direct_io is not None:
+            reader.direct_io.expect(lambda: _nbytes([batch]))
         batch.plan(keys=keys, max_workers=reader.max_workers)
         batch.run()
         return batch.tensors(reader.factory)
@@ -289,7 +289,8 @@ def _load(file: OpenFile, reads: Sequence[_Read], device: torch.device) -> list[
         batch = _C.LoadBatch.of_parts(reader.handle.source, reader.index, entries, indices)
         batches.append((batch, members, to_places, reader))
     for *_, reader in batches:
-        reader.direct_io.expect(lambda: _nbytes([batch for batch, *_ in batches]))
+        if reader.direct_io is not None:
+            reader.direct_io.expect(lambda: _nbytes([batch for batch, *_ in batches]))
     planned = [_plan(file, reader, batch, members, device, to) for batch, members, to, reader in batches]
     _C.run_batches([batch for batch, *_ in batches], _FILES_AT_ONCE)
     found = []
@@ -332,7 +333,8 @@ def _plan(
     for tensor, (read, _) in zip(tensors, members):
         if file.index.data_nbytes(read.entry) == 0:  # written without data: zeros
             tensor.zero_()
-    reader.direct_io.load_to(device)
+    if reader.direct_io is not None:
+        reader.direct_io.load_to(device)
     batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
     return tensors
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._load.open_file import OpenFile
-from tensorizer._load.reader import FileReader, PendingBatch
+from tensorizer._load.open_file import FileReader, OpenFile, PendingBatch
 from tensorizer._progress import progress_reporter
 from tensorizer._system import cgroup
 from tensorizer._system.cuda_engine import on_current_streams

@@ -11,9 +11,8 @@ import torch
 from tensorizer import _C
 from tensorizer._format.names import name_text
 from tensorizer._io.call_options import CallOptions
-from tensorizer._load.open_file import OpenFile, open_file
-from tensorizer._load.open_index import open_index
-from tensorizer._load.reader import ReadOptions, file_error, tensor_error
+from tensorizer._load.open_file import OpenFile, ReadOptions, open_file
+from tensorizer._load.open_index import file_error, open_index, tensor_error
 from tensorizer._save.records import Record
 from tensorizer._save.session import memory_of, tensors_file
 from tensorizer._sync.forms import Form, form_of_anchor, order, state_of, sums_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Callable, Optional, Union
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, Union
 
 import torch
 
@@ -75,3 +76,72 @@ def get_device() -> torch.device:
         >>> device = tensorizer.utils.get_device()
     """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# --- the argument device= ---------------------------------------------------------------------------------------------
+
+_Device = Union[torch.device, str, int]
+#: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
+#: wins, as in a ``device_map``); or a callable that is given each name, a ``str`` or a tuple of its steps.
+DeviceArgument = Optional[Union[_Device, Mapping[str, _Device], Callable[[Any], _Device]]]
+#: What a mapping or callable turns into.
+DeviceChooser = Callable[[Any], torch.device]
+
+
+def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
+    """The device, or the choice of devices, that a constructor's ``device`` argument means.
+
+    ``None`` is CUDA where there is any, else the CPU. Surrounding CPU contexts do not count: ``None`` asks for the best
+    device, as it always did.
+
+    Raises:
+        RuntimeError: CUDA was asked for and there is none; text that torch takes for no device.
+        TypeError: Something else.
+    """
+    if isinstance(device, Mapping):
+        return _chooser_of(device)
+    if callable(device):
+        choose = device
+        return lambda name: one_device(choose(name))
+    return one_device(device)
+
+
+def one_device(device: Optional[_Device]) -> torch.device:
+    """One device; ``None`` is CUDA where there is any. Raises as :func:`target_device`."""
+    if device is None:
+        return get_device()
+    resolved = _parsed(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
+    return resolved
+
+
+def _parsed(device: _Device) -> torch.device:
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"device: expected a device, got {device}: a dtype is passed by name, dtype={device}")
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device: expected text, a number, a torch.device, a mapping or a function, got {type(device).__name__}"
+        )
+    try:
+        return as_device(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "device: expected None (CUDA if there is one, else the CPU), a device of torch as 'cpu' or 'cuda:1', "
+            f"or, for several devices, a mapping from names to devices or a function of the name, got {device!r}"
+        ) from error
+
+
+def _chooser_of(devices: Mapping[str, _Device]) -> DeviceChooser:
+    resolved = {name: one_device(device) for name, device in devices.items()}
+
+    def choose(name: Any) -> torch.device:
+        text = name if isinstance(name, str) else ".".join(map(str, name))
+        text = text[1:] if text.startswith(".") else text
+        while text not in resolved:
+            if not text:
+                raise ValueError(f"device: the mapping has no entry for tensor {name!r} and no default ''")
+            text = text.rpartition(".")[0]
+        return resolved[text]
+
+    return choose

@@ -1,4 +1,4 @@
-"""Replaces attributes of other libraries while a block of the program needs it."""
+"""Replaces attributes of other libraries while a block of the program needs it, so that models take no memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Optional, TypeVar, cast
+from typing import Any, NamedTuple, Optional, TypeVar, cast, overload
+
+import torch
 
 from tensorizer._system import locks
 
 _Value = TypeVar("_Value")
+_Model = TypeVar("_Model")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Make = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -200,3 +203,95 @@ def _steps(inner: Any, active: _Make) -> Generator[Any, Any, Any]:
 
 
 _awaitable_steps = types.coroutine(_steps)
+
+
+# --- models without allocation and initialisation -----------------------------------------------------------------
+
+_skipping_init: ContextVar[bool] = ContextVar("tensorizer_skipping_init", default=False)
+
+_torch_empty: Callable[..., torch.Tensor] = torch.empty
+_QUIET_MODULES: tuple[Any, ...] = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
+
+
+@functools.wraps(_torch_empty)
+def _empty_on_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
+    if _skipping_init.get() and kwargs.get("out") is None:
+        kwargs["device"] = "meta"
+        kwargs.pop("pin_memory", None)  # only host memory can be pinned
+    return _torch_empty(*args, **kwargs)
+
+
+def _quiet(reset_parameters: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(reset_parameters)
+    def reset_unless_skipping(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not _skipping_init.get():
+            reset_parameters(self, *args, **kwargs)
+
+    return reset_unless_skipping
+
+
+@functools.cache
+def _let_torch_note_its_functions() -> None:
+    """Uses a ``torch.device(...)`` context once, since its first use records which functions make tensors.
+
+    These should be torch's own functions, not replacements.
+    """
+    with torch.device("cpu"):
+        _torch_empty(0)
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    _let_torch_note_its_functions()
+    yield torch, "empty", _empty_on_meta
+    for module in _QUIET_MODULES:
+        yield module, "reset_parameters", _quiet(module.reset_parameters)
+
+
+_without_values = CountedPatch(_replacements)
+
+
+@overload
+def no_init_or_tensor(loading_code: None = None) -> contextlib.AbstractContextManager[None]: ...
+
+
+@overload
+def no_init_or_tensor(loading_code: Callable[[], _Model]) -> _Model: ...
+
+
+def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
+    """Build a model without spending time or memory on parameters that a file is about to supply.
+
+    Two forms:
+
+        >>> from tensorizer.utils import no_init_or_tensor
+        >>> with no_init_or_tensor():
+        ...     model = torch.nn.Linear(4, 2)
+        >>> model = no_init_or_tensor(lambda: torch.nn.Linear(4, 2))
+
+    While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
+    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else works as always:
+    buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device. To have them
+    where the model will run, also wrap the code in ``torch.device(device)``.
+
+    The effect is limited to the current thread and coroutine. A nested use changes nothing. The original functions are
+    restored when the last active context ends.
+
+    Args:
+        loading_code: Called without arguments inside the context; ``None`` returns the context manager itself.
+
+    Returns:
+        The result of ``loading_code()``, or the context manager.
+
+    Raises:
+        TypeError: ``loading_code`` is neither ``None`` nor callable.
+    """
+    block = Block(lambda: Activity(lambda: _without_values, lambda: in_this_task(_skipping_init, True)))
+    if loading_code is None:
+        return block
+    if not callable(loading_code):
+        raise TypeError(
+            "no_init_or_tensor: expected a callable without arguments or nothing (as a context manager), "
+            f"got {type(loading_code).__name__}"
+        )
+    with block:
+        return loading_code()

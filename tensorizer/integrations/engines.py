@@ -12,13 +12,12 @@ import torch
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._io.call_options import CallOptions, Trust
 from tensorizer._io.uri import scheme_of
-from tensorizer._load.arguments import DeviceArgument
 from tensorizer._load.digests import verification
 from tensorizer._load.stream import TensorStream, check_memory_ahead
 from tensorizer._progress import ProgressArgument
 from tensorizer._signing import PublicKeyArgument
-from tensorizer.integrations._hf.folders import LoadOptions, is_repo_id, open_folder
-from tensorizer.integrations._hf.weights import find_weights
+from tensorizer._system.devices import DeviceArgument
+from tensorizer.integrations._hf.folders import LoadOptions, find_weights, is_repo_id, open_folder
 
 _KEYWORDS = (
     *("device", "dtype", "filter_func", "verify", "encryption", "public_key", "stream_options", "memory", "progress"),

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Optional, Union
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 
 from tensorizer._io.call_options import CallOptions, Trust
-from tensorizer._load.arguments import one_device
 from tensorizer._load.digests import verification
 from tensorizer._progress import ProgressArgument, terminal_bar
 from tensorizer._signing import PublicKeyArgument
-from tensorizer._system.devices import as_device
+from tensorizer._system.devices import as_device, one_device
+from tensorizer.errors import UnsupportedContentError
+
+if TYPE_CHECKING:
+    from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 
 __all__ = ["from_pretrained", "load_adapter", "save_pretrained"]
+
+# Added to messages if a store cannot be listed and has no list of files.
+_OF_PROCESSORS = (
+    *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt"),
+    *("merges.txt", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("config.json", "generation_config.json"),
+)
 
 Folder = Union[str, os.PathLike[str]]
 StreamOptions = Optional[Mapping[str, Any]]
@@ -218,7 +230,6 @@ def from_pretrained(
         )
     from tensorizer.integrations._hf.folders import LoadOptions
     from tensorizer.integrations._hf.models import asked_dtype, check_device_map
-    from tensorizer.integrations._hf.objects import load
 
     torch_dtype = model_kwargs.pop("torch_dtype", None)
     old_name_of_dtype = torch_dtype is not None
@@ -249,12 +260,76 @@ def from_pretrained(
         mmap=mmap,
         model_kwargs=model_kwargs,
     )
-    model, info = load(source, model_class, options)
+    model, info = _load(source, model_class, options)
     if not output_loading_info:
         return model
     if info is None:
         raise ValueError(f"output_loading_info: only models of transformers have it, got {type(model).__name__}")
     return model, info
+
+
+def _load(source: Any, cls: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
+    """Loads the object in a folder, and returns it with the loading information of ``transformers`` models.
+
+    Raises:
+        FileNotFoundError: The folder has none of the files that tell which kind of object it holds.
+    """
+    from tensorizer.integrations._hf.folders import open_folder
+
+    with open_folder(source, options) as opened:
+        return _load_object(cls, opened.below(options.subfolder), options)
+
+
+def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
+    from tensorizer.integrations._hf import models, objects
+
+    if _is_without_weights(cls):
+        return cls.from_pretrained(_small_files(folder), **options.model_kwargs), None
+    if folder.has(objects.PIPELINE):
+        return objects.load_pipeline(cls, folder, options), None
+    if models.is_of("sentence_transformers", cls) or (cls is None and folder.has("modules.json")):
+        raise UnsupportedContentError(
+            f"{folder.label}: a sentence transformer, which its library reads from .safetensors files: "
+            "SentenceTransformer(folder) loads the folder"
+        )
+    if folder.has(objects.ADAPTER) and not folder.has("config.json"):
+        return objects.load_with_base(cls, folder, options, _load), None
+    values = folder.read_json("config.json")
+    if values is None and options.config is None:
+        raise FileNotFoundError(
+            f"{folder.label}: expected config.json, {objects.ADAPTER} or {objects.PIPELINE} in it, got none of them"
+        )
+    if values is not None and "_class_name" in values:
+        return objects.load_diffusers_model(cls, folder, options), None
+    return models.load_model(cls, folder, options)
+
+
+def _is_without_weights(cls: Any) -> bool:
+    """Whether a class of ``transformers`` is a tokenizer, a processor or a configuration."""
+    from tensorizer.integrations._hf.models import is_of
+
+    if not is_of("transformers", cls) or (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        return False
+    builds_models = hasattr(cls, "_from_config") or hasattr(cls, "from_config")
+    return hasattr(cls, "from_pretrained") and not builds_models
+
+
+def _small_files(folder: ModelFolder) -> Path:
+    """A local folder with the files that hold no weights.
+
+    Raises:
+        FileNotFoundError: There are no such files.
+    """
+    try:
+        return folder.fetch_all()
+    except FileNotFoundError:  # the store cannot be listed
+        names = folder.those_of(_OF_PROCESSORS)
+        if not names:
+            listed = ", ".join(_OF_PROCESSORS[:2])
+            raise FileNotFoundError(
+                f"{folder.label}: expected {listed} or the like in it, got none{folder.doubt}"
+            ) from None
+        return folder.fetch(*names)
 
 
 def load_adapter(

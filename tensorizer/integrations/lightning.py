@@ -24,11 +24,10 @@ from tensorizer._files.contents import not_storable
 from tensorizer._files.copy import remove_files
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.uri import check_is_path, scheme_of
-from tensorizer._load.arguments import one_device
 from tensorizer._save.records import place_of
 from tensorizer._signing import PublicKeyArgument
 from tensorizer._system import locks
-from tensorizer._system.devices import empty
+from tensorizer._system.devices import empty, one_device
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.arrays import array_of, bytes_of, is_array_of_numbers, tensor_of

@@ -19,10 +19,10 @@ from tensorizer._io.call_options import CallOptions, Trust
 from tensorizer._io.model_files import usual_names
 from tensorizer._io.uri import name_in
 from tensorizer._system.redaction import shown_location
-from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
-from tensorizer.integrations._hf.objects import is_of, load_adapter_into
+from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder, find_weights
+from tensorizer.integrations._hf.models import is_of
+from tensorizer.integrations._hf.objects import load_adapter_into
 from tensorizer.integrations._hf.saving import save_folder
-from tensorizer.integrations._hf.weights import find_weights
 from tensorizer.integrations.huggingface import save_pretrained
 from tensorizer.torch import load_model, save_model
 

@@ -26,8 +26,8 @@ from servers.file_server import serve_folder
 
 import tensorizer.cuda
 from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
-from tensorizer._load import reader
-from tensorizer._load.reader import FileReader
+from tensorizer._load import open_file
+from tensorizer._load.open_file import FileReader
 from tensorizer._system import cuda_engine
 from tensorizer.errors import DeviceError, HashMismatchError, MissingHashError
 
@@ -268,7 +268,7 @@ def test_every_golden_file_is_converted_as_on_the_cpu(gpu, converting, golden):
 
 
 def test_a_load_that_converts_needs_memory_for_one_batch_beside_its_tensors(fake, gpu, converting, monkeypatch):
-    monkeypatch.setattr(reader, "_BATCH_NBYTES", 20 * MIB)
+    monkeypatch.setattr(open_file, "_MOVED_NBYTES", 20 * MIB)
     alive, most = {}, []
 
     def note(*args):

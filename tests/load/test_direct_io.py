@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import tensorizer.torch
 from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer
-from tensorizer._load import reader
+from tensorizer._load import page_cache
 
 PAGE = mmap.PAGESIZE
 NOTHING = 0.02
@@ -121,7 +121,7 @@ def test_parts_and_single_tensors_too(tmp_path, drop):
 
 
 def test_never_fills_the_cache(tmp_path, drop, monkeypatch):
-    monkeypatch.setattr(reader, "_LARGE_NBYTES", 1)
+    monkeypatch.setattr(page_cache, "_LARGE_NBYTES", 1)
     path = write(tmp_path / "f")
     drop(path)
     assert_same(TensorDeserializer(path, device="cpu", direct_io="never"))
@@ -133,7 +133,7 @@ class TestAuto:
 
     @pytest.fixture(autouse=True)
     def large(self, monkeypatch):
-        monkeypatch.setattr(reader, "_LARGE_NBYTES", 20 << 20)
+        monkeypatch.setattr(page_cache, "_LARGE_NBYTES", 20 << 20)
 
     def load(self, path, **options) -> float:
         assert_same(TensorDeserializer(path, device="cpu", **options))
@@ -154,11 +154,11 @@ class TestAuto:
         assert cached_share(*paths) < 0.1
 
     def test_a_quarter_of_the_memory_is_large(self, tmp_path, drop, monkeypatch):
-        monkeypatch.setattr(reader, "_LARGE_NBYTES", 1 << 40)
+        monkeypatch.setattr(page_cache, "_LARGE_NBYTES", 1 << 40)
         path = write(tmp_path / "f")
         nbytes = sum(tensor.nbytes for tensor in state().values())
         for available, direct in ((4 * nbytes, True), (4 * nbytes + 4, False)):
-            monkeypatch.setattr(reader.cgroup, "available_nbytes", lambda available=available: available)
+            monkeypatch.setattr(page_cache.cgroup, "available_nbytes", lambda available=available: available)
             drop(path)
             assert (self.load(path) < 0.1) == direct
 

@@ -13,8 +13,8 @@ PRELUDE = """
 import gc, os, sys, time, torch
 from tensorizer import DecryptionParams, TensorDeserializer, _C
 MIB = 1 << 20
-from tensorizer._load import reader
-reader._KEPT_SECONDS = 60  # slow machines
+from tensorizer._load import page_cache
+page_cache._KEPT_SECONDS = 60  # slow machines
 def load(path, **options):
     with TensorDeserializer(path, device="cpu", **options) as deserializer:
         return dict(deserializer.items())

@@ -13,8 +13,7 @@ from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.sources import OpenedSource, close_between_reads, files_at_once
-from tensorizer._load.open_file import OpenFile, file_of
-from tensorizer._load.reader import FileReader, ReadOptions
+from tensorizer._load.open_file import FileReader, OpenFile, ReadOptions, file_of
 from tensorizer.distributed._checkpoint.arrays import unpack
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.json_values import from_json

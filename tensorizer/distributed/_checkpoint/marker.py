@@ -30,7 +30,7 @@ from tensorizer import _C
 from tensorizer._encryption import DecryptionParams, EncryptionParams
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._keys import encryption_key, key_ring
-from tensorizer._load.reader import no_collections
+from tensorizer._load.open_file import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
 from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded

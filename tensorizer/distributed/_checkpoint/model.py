@@ -25,9 +25,8 @@ from tensorizer._io.shards import OpenedShards
 from tensorizer._io.sources import OpenedSource, version_of
 from tensorizer._io.uri import local_path
 from tensorizer._load.digests import Verification
-from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.open_file import FileReader, OpenFile, ReadOptions, no_collections, open_file
 from tensorizer._load.parts import TensorSlice
-from tensorizer._load.reader import FileReader, ReadOptions, no_collections
 from tensorizer.distributed._checkpoint.json_values import torch_saved
 from tensorizer.distributed._checkpoint.marker import check_planner_data
 from tensorizer.distributed._checkpoint.reading import Want, fill

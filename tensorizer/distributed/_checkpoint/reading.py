@@ -10,9 +10,9 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.payloads import can_be_filled
-from tensorizer._load.open_file import OpenFile
+from tensorizer._load.open_file import FileReader, OpenFile
+from tensorizer._load.open_index import missing_hashes
 from tensorizer._load.parts import WantedPart, read_parts
-from tensorizer._load.reader import FileReader, missing_hashes
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
 

@@ -18,17 +18,22 @@ from typing import Any, Optional
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tensorizer._format.dtypes import CASTABLE, is_quantised_by_torchao, known_dtype, torch_dtype
+from tensorizer._format.dtypes import (
+    CASTABLE,
+    is_quantised_by_torchao,
+    known_dtype,
+    meant_dtype,
+    named_dtype,
+    torch_dtype,
+)
 from tensorizer._io.uri import local_path
-from tensorizer._load.arguments import meant_dtype, named_dtype, one_device
-from tensorizer._load.compare import ModuleView, shown
+from tensorizer._load.compare import LoadReport, ModuleView, shown
 from tensorizer._load.modules import Fill, FillOptions
 from tensorizer._load.open_file import OpenFile
-from tensorizer._load.report import LoadReport
+from tensorizer._system.devices import one_device
+from tensorizer._system.patches import no_init_or_tensor
 from tensorizer.errors import UnsupportedContentError
-from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
-from tensorizer.integrations._hf.weights import Weights, find_weights
-from tensorizer.utils import no_init_or_tensor
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, Weights, find_weights
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
@@ -491,3 +496,9 @@ def _dispatch(model: Any, device_map: dict[str, Any]) -> None:
     from accelerate import dispatch_model
 
     dispatch_model(model, device_map=device_map)
+
+
+def is_of(package: str, obj: Any) -> bool:
+    """Whether the class of an object, or one of its bases, comes from a package."""
+    kind = obj if isinstance(obj, type) else type(obj)
+    return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)

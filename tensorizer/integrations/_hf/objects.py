@@ -1,11 +1,11 @@
-"""Loads models, pipelines of ``diffusers`` and adapters. The files in a folder tell which of them it holds."""
+"""Loads models and pipelines of ``diffusers``, and adapters."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,84 +16,17 @@ from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError, UnsupportedContentError
 from tensorizer.integrations._hf import models
-from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
-from tensorizer.integrations._hf.weights import Weights, find_weights
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, Weights, find_weights
 
-_ADAPTER = "adapter_config.json"
-_PIPELINE = "model_index.json"
-_SENTENCES = "modules.json"
+ADAPTER = "adapter_config.json"
+PIPELINE = "model_index.json"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
 _LORA_STEM = "pytorch_lora_weights"
 _WRAPPER = "base_model.model."
 _DENOISERS = ("unet", "transformer")
-# Added to messages if a store cannot be listed and has no list of files.
-_OF_PROCESSORS = (
-    *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt"),
-    *("merges.txt", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    *("config.json", "generation_config.json"),
-)
 
 
-def load(source: Any, cls: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
-    """Loads the object in a folder, and returns it with the loading information of ``transformers`` models.
-
-    Raises:
-        FileNotFoundError: The folder has none of the files that tell which kind of object it holds.
-    """
-    with open_folder(source, options) as opened:
-        return _load_object(cls, opened.below(options.subfolder), options)
-
-
-def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
-    if _is_without_weights(cls):
-        return cls.from_pretrained(_small_files(folder), **options.model_kwargs), None
-    if folder.has(_PIPELINE):
-        return _load_pipeline(cls, folder, options), None
-    if is_of("sentence_transformers", cls) or (cls is None and folder.has(_SENTENCES)):
-        raise UnsupportedContentError(
-            f"{folder.label}: a sentence transformer, which its library reads from .safetensors files: "
-            "SentenceTransformer(folder) loads the folder"
-        )
-    if folder.has(_ADAPTER) and not folder.has("config.json"):
-        return _load_with_base(cls, folder, options), None
-    values = folder.read_json("config.json")
-    if values is None and options.config is None:
-        raise FileNotFoundError(
-            f"{folder.label}: expected config.json, {_ADAPTER} or {_PIPELINE} in it, got none of them"
-        )
-    if values is not None and "_class_name" in values:
-        return _load_diffusers_model(cls, folder, options), None
-    return models.load_model(cls, folder, options)
-
-
-def _is_without_weights(cls: Any) -> bool:
-    """Whether a class of ``transformers`` is a tokenizer, a processor or a configuration."""
-    if not is_of("transformers", cls) or (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
-        return False
-    builds_models = hasattr(cls, "_from_config") or hasattr(cls, "from_config")
-    return hasattr(cls, "from_pretrained") and not builds_models
-
-
-def _small_files(folder: ModelFolder) -> Path:
-    """A local folder with the files that hold no weights.
-
-    Raises:
-        FileNotFoundError: There are no such files.
-    """
-    try:
-        return folder.fetch_all()
-    except FileNotFoundError:  # the store cannot be listed
-        names = folder.those_of(_OF_PROCESSORS)
-        if not names:
-            listed = ", ".join(_OF_PROCESSORS[:2])
-            raise FileNotFoundError(
-                f"{folder.label}: expected {listed} or the like in it, got none{folder.doubt}"
-            ) from None
-        return folder.fetch(*names)
-
-
-def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+def load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """One model of ``diffusers``, in evaluation mode."""
     import diffusers
 
@@ -172,12 +105,12 @@ def _from_state_dict(
     return model
 
 
-def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+def load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """A pipeline with all its components."""
     import diffusers
 
     _only_on_one_device(options)
-    components = folder.read_json(_PIPELINE)
+    components = folder.read_json(PIPELINE)
     files = folder.fetch_all(components)
     _refuse_code(folder.label, files, components, options.model_kwargs)
     loaded: dict[str, Any] = {}
@@ -185,7 +118,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
-            raise ValueError(f"{folder.label}: {_PIPELINE}: expected library and class of {name!r}, got {entry!r:.200}")
+            raise ValueError(f"{folder.label}: {PIPELINE}: expected library and class of {name!r}, got {entry!r:.200}")
         component = _load_component(
             entry, folder.below(name), dataclasses.replace(options, dtype=_dtype_of(name, options))
         )
@@ -213,7 +146,7 @@ def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: 
     """
     from diffusers import pipelines
 
-    refused, reason = f"{label}: {_PIPELINE}: its class", "is code that is not of the library, which is never run"
+    refused, reason = f"{label}: {PIPELINE}: its class", "is code that is not of the library, which is never run"
     # Some releases run such a file even without custom_pipeline.
     if isinstance(components.get("_class_name"), list) or (files / "None.py").exists():
         raise ValueError(f"{refused} {reason}")
@@ -224,9 +157,9 @@ def _refuse_code(label: str, files: Path, components: Mapping[str, Any], given: 
         is_known = library in ("diffusers", "transformers", *sys.modules) or hasattr(pipelines, library)
         if not is_known or (name not in given and (files / name / f"{library}.py").exists()):
             raise ValueError(f"{refused} of {name!r:.200} {reason}; import {library!r:.200} and pass {name!r:.200}")
-        if (files / name / _PIPELINE).is_file():  # a pipeline inside the pipeline
-            content = (files / name / _PIPELINE).read_bytes()
-            _refuse_code(f"{label}/{name}", files / name, json_content(f"{label}/{name}: {_PIPELINE}", content))
+        if (files / name / PIPELINE).is_file():  # a pipeline inside the pipeline
+            content = (files / name / PIPELINE).read_bytes()
+            _refuse_code(f"{label}/{name}", files / name, json_content(f"{label}/{name}: {PIPELINE}", content))
 
 
 def _dtype_of(component: str, options: LoadOptions) -> Any:
@@ -243,9 +176,9 @@ def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> An
     found = getattr(_module_of(library), class_name, None)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         return None
-    if is_of("transformers", found):  # a class of diffusers may derive from one of transformers
+    if models.is_of("transformers", found):  # a class of diffusers may derive from one of transformers
         return models.load_model(found, folder, plain)[0]
-    return _load_diffusers_model(found, folder, plain) if is_of("diffusers", found) else None
+    return load_diffusers_model(found, folder, plain) if models.is_of("diffusers", found) else None
 
 
 def _module_of(library: str) -> Any:
@@ -264,14 +197,8 @@ def stem_of(model: Any) -> str:
     return _DIFFUSERS_STEM if hasattr(model, "save_config") else "model"
 
 
-def is_of(package: str, obj: Any) -> bool:
-    """Whether the class of an object, or one of its bases, comes from a package."""
-    kind = obj if isinstance(obj, type) else type(obj)
-    return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
-
-
-def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
-    """Loads an adapter together with the base model that its configuration names.
+def load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions, load: Callable[..., tuple[Any, Any]]) -> Any:
+    """Loads an adapter together with the base model that its configuration names, by `load`.
 
     Without a class, or with a class of ``peft``, the result is a ``PeftModel``. With a class of ``transformers``, it is
     that model with the adapter in it.
@@ -279,11 +206,11 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     Raises:
         ValueError: The configuration names no base model.
     """
-    values = folder.read_json(_ADAPTER)
+    values = folder.read_json(ADAPTER)
     named = values.get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
-        raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
-    if cls is not None and not is_of("peft", cls):
+        raise ValueError(f"{folder.label}: {ADAPTER} names no base model (base_model_name_or_path)")
+    if cls is not None and not models.is_of("peft", cls):
         model, _ = load(named, cls, options.of_base_model())
         return load_adapter_into(model, folder, options, "default")
     from peft import get_peft_model
@@ -301,7 +228,7 @@ def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, nam
     if hasattr(model, "load_lora_weights"):
         model.load_lora_weights(_for_pipeline(model, folder, options), adapter_name=name)
         return model
-    if is_of("peft", model):
+    if models.is_of("peft", model):
         config = _config(folder)
         if name not in model.peft_config:
             model.add_adapter(name, config)
@@ -316,9 +243,9 @@ def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, nam
 def _config(folder: ModelFolder) -> Any:
     from peft import PeftConfig
 
-    if not folder.has(_ADAPTER):
-        raise FileNotFoundError(f"{folder.label}: expected {_ADAPTER}, got none")
-    config = PeftConfig.from_pretrained(str(folder.fetch(_ADAPTER)))
+    if not folder.has(ADAPTER):
+        raise FileNotFoundError(f"{folder.label}: expected {ADAPTER}, got none")
+    config = PeftConfig.from_pretrained(str(folder.fetch(ADAPTER)))
     config.inference_mode = True
     # The URI is shown with the model, so it must contain no secrets. It is no longer needed for loading.
     config.base_model_name_or_path = shown_location(config.base_model_name_or_path or "") or None

@@ -39,7 +39,8 @@ from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST
-from tensorizer.integrations._hf.objects import is_of, stem_of
+from tensorizer.integrations._hf.models import is_of
+from tensorizer.integrations._hf.objects import stem_of
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
