@@ -20,9 +20,8 @@ from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.http_options import HTTPOptions as HTTPOptions
 from tensorizer._io.s3 import objects
-from tensorizer._io.s3.access import ParsedCredentials, infer_credentials
+from tensorizer._io.s3.access import DEFAULTS, ConfigPath, ParsedCredentials, infer_credentials
 from tensorizer._io.s3.client import enforce_scheme
-from tensorizer._io.s3.s3_options import DEFAULTS, ConfigPath
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 

@@ -127,7 +127,7 @@ def _refuse_layouts_in_headers(files: Sequence[str]) -> None:
     config = next((file for file in files if os.path.basename(file) == "config.json"), None)
     if config is None:
         return
-    from tensorizer._format.dtypes import is_quantised_by_torchao  # which needs torch
+    from tensorizer._io.model_files import is_quantised_by_torchao
 
     values: Any = None
     with open(config, "rb") as stream, contextlib.suppress(ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -158,15 +157,6 @@ def stored_for_array(dtype: np.dtype[np.generic]) -> str:
 def numpy_has(dtype: torch.dtype) -> bool:
     """Whether numpy has arrays of this dtype."""
     return dtype in _TORCH_TO_STORED
-
-
-def is_quantised_by_torchao(config: Any) -> bool:
-    """Whether the configuration of a model, an object or the content of its file, says that torchao quantised it."""
-    quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
-    method = (
-        quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
-    )
-    return str(getattr(method, "value", method)) == "torchao"
 
 
 # --- the argument dtype= ----------------------------------------------------------------------------------------------

@@ -116,8 +116,43 @@ class CURLStreamFile(WindowedReader):
         native = (http_options or HTTPOptions())._native(
             headers, certificate_handling, secure=not uri.lower().startswith("http:")
         )
-        url = _quoted(uri)
+        buffer_size = checks.buffer_size(buffer_size, _DEFAULT_BUFFER_NBYTES)
+        self._open(_quoted(uri), native, begin, end, buffer_size, fresh_url, lifetime, shown_as, cached)
 
+    @classmethod
+    def _opened(
+        cls,
+        url: str,
+        native: _C.HttpOptions,
+        *,
+        begin: Optional[int],
+        end: Optional[int],
+        buffer_size: Optional[int],
+        url_provider: Callable[[], str],
+        url_lifetime: float,
+        display_name: str,
+        cached: Optional[CachedObject],
+    ) -> CURLStreamFile:
+        """For the package: as the constructor, with settings and URLs that were checked for all objects of a call."""
+        stream = cls.__new__(cls)
+        stream._closed = True
+        first, last = _checked_range(begin, end)
+        nbytes = _DEFAULT_BUFFER_NBYTES if buffer_size is None else checks.buffer_size(buffer_size, 0)
+        stream._open(url, native, first, last, nbytes, url_provider, url_lifetime, display_name, cached)
+        return stream
+
+    def _open(
+        self,
+        url: str,
+        native: _C.HttpOptions,
+        begin: int,
+        end: Optional[int],
+        buffer_nbytes: int,
+        fresh_url: Optional[Callable[[], str]],
+        lifetime: float,
+        shown_as: str,
+        cached: Optional[CachedObject],
+    ) -> None:
         def open_source(first: int) -> _SharedSource:
             from tensorizer import _C
 
@@ -134,7 +169,7 @@ class CURLStreamFile(WindowedReader):
             return _SharedSource(http, cached)
 
         self._open_source = open_source
-        self._buffer_nbytes = max(1, checks.buffer_size(buffer_size, _DEFAULT_BUFFER_NBYTES))
+        self._buffer_nbytes = max(1, buffer_nbytes)
         self._error_context: Optional[str] = None
         shared = open_source(begin)
         self._attach(shared, begin, end)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from tensorizer._io.call_options import PLAIN, CallOptions
@@ -311,3 +311,12 @@ def other_format_beside(target: Any, options: CallOptions = PLAIN) -> list[str]:
         return sorted(other for other in names if ending in other and form_stem(other) == form_stem(name))
     single = f"{form_stem(name)}{ending}"
     return [other for other in (single, index_name(single)) if exists(f"{folder}/{other}", options)]
+
+
+def is_quantised_by_torchao(config: Any) -> bool:
+    """Whether the configuration of a model, an object or the content of its file, says that torchao quantised it."""
+    quantised = (config if isinstance(config, Mapping) else getattr(config, "__dict__", {})).get("quantization_config")
+    method = (
+        quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
+    )
+    return str(getattr(method, "value", method)) == "torchao"

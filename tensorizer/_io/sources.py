@@ -206,9 +206,14 @@ def open_source(file_obj: Any, options: CallOptions = PLAIN) -> OpenedSource:
         return opened._replace(close=nothing if offered else opened.source.close)
     if not is_path(file_obj):
         return _open_object(file_obj)
-    if scheme_of(file_obj) is not None:
-        stream = open_stream(file_obj, "rb", options)
-        opened = _open_object(stream)
+    scheme = scheme_of(file_obj)
+    if scheme is not None:
+        stream = OPENERS.get(scheme, _open_other)(file_obj, "rb", options)
+        offered = getattr(stream, "_tensorizer_source", None)  # of streams of ours, which need no check
+        if offered is not None and options.stream.begin is None:
+            opened = OpenedSource(offered(), 0, stream, stream.close)
+        else:
+            opened = _open_object(stream)
 
         def close() -> None:
             opened.close()
@@ -494,7 +499,8 @@ def _open_redis(uri: str, mode: str, options: CallOptions) -> BinaryIO:
 def _open_s3(uri: str, mode: str, options: CallOptions) -> BinaryIO:
     if "a" in mode:
         raise ValueError(f"mode {mode!r}: objects in S3 cannot be appended to; expected {', '.join(_S3_MODES)}")
-    checks.binary_mode(mode, _S3_MODES, "s3")
+    if mode not in _S3_MODES:
+        checks.binary_mode(mode, _S3_MODES, "s3")
     from tensorizer._io.s3 import objects
 
     if "r" in mode:

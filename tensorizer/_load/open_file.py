@@ -1061,7 +1061,7 @@ def file_of(
     try:
         if filter_func is not None:
             check_filter(filter_func)
-        if options.dtype is not None:
+        if not isinstance(options.dtype, (torch.dtype, type(None))):
             options = options._replace(dtype=as_dtype(options.dtype))
         if isinstance(opened, OpenedShards):
             call = _of_each(call, len(opened.files))

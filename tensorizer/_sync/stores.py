@@ -238,7 +238,7 @@ class S3Store(Store):
         return self.read_options._replace(stream=dataclasses.replace(stream, s3_extra_args=extra_args))
 
     def lock(self) -> None:
-        from tensorizer._io.s3.s3_options import params_of
+        from tensorizer._io.s3.access import params_of
 
         self._pointer.for_writing()
         client = self._pointer._access.client

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -12,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Optional, TypeVar, cast, overload
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tensorizer._system import locks
 
@@ -295,3 +297,21 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
         )
     with block:
         return loading_code()
+
+
+# Methods of tensors and functions of torch.nn.init that set the values of existing tensors.
+_FILLING = re.compile(
+    "(normal|uniform|trunc_normal|xavier_normal|xavier_uniform|kaiming_normal|kaiming_uniform|orthogonal|eye|dirac|sparse|"
+    "zero|zeros|ones|fill|constant|copy|add|sub|mul|div|clamp|erfinv|exponential|log)_"
+)
+
+
+class NothingToInitialise(TorchFunctionMode):
+    """A block in which initialising a tensor without memory does nothing, since torch takes milliseconds for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _FILLING.fullmatch(getattr(func, "__name__", "")):
+            target = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(target, torch.Tensor) and target.is_meta:
+                return target
+        return func(*args, **(kwargs or {}))

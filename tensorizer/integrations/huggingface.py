@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import torch
 
 from tensorizer._io.call_options import CallOptions, Trust
-from tensorizer._load.digests import verification
+from tensorizer._load.digests import AUTO, verification
 from tensorizer._progress import ProgressArgument, terminal_bar
 from tensorizer._signing import PublicKeyArgument
 from tensorizer._system.devices import as_device, one_device
@@ -255,7 +255,7 @@ def from_pretrained(
         quantization_config=quantization_config,
         config=config,
         strict=strict,
-        verify=verification(verify, call),
+        verify=AUTO if verify == "auto" else verification(verify, call),
         allow_pickle=allow_pickle,
         mmap=mmap,
         model_kwargs=model_kwargs,
@@ -292,7 +292,7 @@ def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[A
             f"{folder.label}: a sentence transformer, which its library reads from .safetensors files: "
             "SentenceTransformer(folder) loads the folder"
         )
-    if folder.has(objects.ADAPTER) and not folder.has("config.json"):
+    if not folder.has("config.json") and folder.has(objects.ADAPTER):
         return objects.load_with_base(cls, folder, options, _load), None
     values = folder.read_json("config.json")
     if values is None and options.config is None:
@@ -391,7 +391,7 @@ def load_adapter(
         token=token,
         call=call,
         strict=strict,
-        verify=verification(verify, call),
+        verify=AUTO if verify == "auto" else verification(verify, call),
         allow_pickle=allow_pickle,
     )
     with open_folder(source, options) as folder:

@@ -16,7 +16,7 @@ import tensorizer
 from tensorizer import stream_io
 from tensorizer._io.call_options import StreamOptions
 from tensorizer._io.s3 import access, objects
-from tensorizer._io.s3.s3_options import S3Location, S3Options, parse_s3_uri
+from tensorizer._io.s3.access import S3Location, S3Options, parse_s3_uri
 from tensorizer.torch_compat import tensorizer_saving
 
 botocore = pytest.importorskip("botocore")

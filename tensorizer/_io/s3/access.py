@@ -1,19 +1,25 @@
-"""Who we are to an object store, and where it is: credentials, endpoint, and the boto3 client that follows from them.
+"""An object in a store: what the caller says about it, who we are to the store, where that is, and signed requests.
 
-The order of the sources is that of docs/remote_stores.md, "S3".
+The order of the sources of credentials and endpoint is that of docs/remote_stores.md, "S3".
 """
 
 from __future__ import annotations
 
 import configparser
+import dataclasses
+import functools
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from urllib.parse import parse_qs, unquote_plus, urlsplit
 
 from tensorizer._io.call_options import PLAIN, CallOptions
-from tensorizer._io.certificates import CAInfo
+from tensorizer._io.certificates import CAInfo, check_certificates
+from tensorizer._io.http_options import HTTPOptions
 from tensorizer._io.s3.client import (
     check_endpoint,
     chosen_checksums,
@@ -22,16 +28,231 @@ from tensorizer._io.s3.client import (
     expect_answers,
     make_client,
     make_session,
+    translated,
     trust_of_parts,
 )
-from tensorizer._io.s3.s3_options import ConfigPath, S3Location, S3Options
-from tensorizer._io.uri import split_uri
-from tensorizer._system import locks
+from tensorizer._io.uri import is_arn, split_uri
+from tensorizer._system import checks, locks
 from tensorizer._system.redaction import shown_uri
+
+if TYPE_CHECKING:
+    from tensorizer import _C
+    from tensorizer._io.call_options import StreamOptions
 
 logger = logging.getLogger("tensorizer.s3")
 
 _announced: set[tuple[str, str]] = set()  # what was logged already
+
+ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
+
+# Where keys go for which nobody names an endpoint.
+READ_ENDPOINT = "accel-object.ord1.coreweave.com"
+WRITE_ENDPOINT = "object.ord1.coreweave.com"
+
+
+@dataclasses.dataclass
+class Defaults:
+    """What programs may assign in ``stream_io``: endpoints where nobody names one, and files of s3cmd."""
+
+    read_endpoint: str = READ_ENDPOINT
+    write_endpoint: str = WRITE_ENDPOINT
+    config_paths: tuple[str, ...] = (os.path.expanduser("~/.s3cfg"),)
+
+
+#: Looked up by every call.
+DEFAULTS = Defaults()
+
+
+class S3Location(NamedTuple):
+    """A bucket, a key, and perhaps one version of the object."""
+
+    bucket: str
+    key: str
+    version: Optional[str] = None
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}" + (f"?versionId={self.version}" if self.version else "")
+
+    @property
+    def is_express(self) -> bool:
+        """Whether the bucket is one of S3 Express, which only AWS has: its requests are signed for sessions."""
+        return self.bucket.endswith("--x-s3")
+
+    @property
+    def is_of_aws(self) -> bool:
+        """Whether only AWS has such buckets: those of S3 Express, and access points."""
+        return self.is_express or is_arn(self.bucket)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """As requests for the object name it."""
+        return {"Bucket": self.bucket, "Key": self.key, **({"VersionId": self.version} if self.version else {})}
+
+
+def parse_s3_uri(uri: str) -> S3Location:
+    """Splits ``s3://bucket/key[?versionId=...]``. Everything else behind the first slash is the key, as it stands.
+
+    Raises:
+        TypeError: No ``str``.
+        ValueError: Another scheme, no bucket or key, no version, or keys in front of the bucket.
+    """
+    if not isinstance(uri, str) or not uri.isascii():
+        checks.text("S3 URI", uri)
+    parts = split_uri(uri)
+    if parts.scheme != "s3" or not parts.authority:
+        raise ValueError("Invalid S3 URI: expected s3://bucket/key, got another scheme or no bucket")
+    if "@" in parts.authority:
+        raise ValueError(
+            "Invalid S3 URI: expected s3://bucket/key, got an at sign in place of the bucket; keys are no part of the "
+            "URI: pass s3_access_key_id and s3_secret_access_key"
+        )
+    if re.search("[?#]", parts.authority):
+        raise ValueError("Invalid S3 URI: expected s3://bucket/key, got a ? or # in place of the first slash")
+    if parts.authority.startswith("arn:") and not is_arn(parts.authority):
+        raise ValueError(
+            "Invalid S3 URI: expected the ARN of an access point (arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME) and a "
+            f"key, got {parts.authority}/{parts.path}"
+        )
+    if not parts.path:
+        raise ValueError(f"Invalid S3 URI: expected s3://bucket/key, got no key behind s3://{parts.authority}")
+    version = unquote_plus(parts.query.removeprefix("versionId=")) if parts.query else None
+    if version == "":
+        raise ValueError(f"{uri}: expected a version behind ?versionId=, got none")
+    return S3Location(parts.authority, parts.path, version)
+
+
+_TEXTS = (
+    "access_key_id", "secret_access_key", "endpoint", "region_name", "session_token", "profile",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class S3Options:
+    """All that is said of objects in a store, but which one: the keywords of :func:`tensorizer.stream_io.open_stream`,
+    without ``s3_``, and the defaults that programs may assign in that module, as they are at the time of the call."""
+
+    access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
+    secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
+    endpoint: Optional[str] = dataclasses.field(default=None, repr=False)  # may hold a password
+    config_path: Optional[ConfigPath] = None
+    force_http: Optional[bool] = None
+    region_name: Optional[str] = None
+    signature_version: Optional[str] = None
+    session_token: Optional[str] = dataclasses.field(default=None, repr=False)
+    profile: Optional[str] = None
+    client_factory: Optional[Callable[..., Any]] = None
+    extra_args: Optional[Mapping[str, Mapping[str, Any]]] = dataclasses.field(default=None, repr=False)
+    memory_budget: Optional[int] = None
+    certificate_handling: Optional[CAInfo] = None
+    http_options: Optional[HTTPOptions] = None
+
+    # Files of s3cmd that are looked for where no `config_path` is given.
+    default_config_paths: tuple[str, ...] = ()
+    # Where nobody names an endpoint.
+    read_endpoint: str = dataclasses.field(default=READ_ENDPOINT, repr=False)
+    write_endpoint: str = dataclasses.field(default=WRITE_ENDPOINT, repr=False)
+
+    @classmethod
+    def of(cls, stream: StreamOptions) -> S3Options:
+        """From the keywords of ``open_stream`` that S3 uses, and the defaults as they are now."""
+        return cls(
+            access_key_id=stream.s3_access_key_id,
+            secret_access_key=stream.s3_secret_access_key,
+            endpoint=stream.s3_endpoint,
+            config_path=stream.s3_config_path,
+            force_http=stream.force_http,
+            region_name=stream.s3_region_name,
+            signature_version=stream.s3_signature_version,
+            session_token=stream.s3_session_token,
+            profile=stream.s3_profile,
+            client_factory=stream.s3_client_factory,
+            extra_args=stream.s3_extra_args,
+            memory_budget=stream.memory_budget,
+            certificate_handling=stream.certificate_handling,
+            http_options=stream.http_options or HTTPOptions(),  # one for all objects of the call
+            default_config_paths=DEFAULTS.config_paths,
+            read_endpoint=DEFAULTS.read_endpoint,
+            write_endpoint=DEFAULTS.write_endpoint,
+        )
+
+    @property
+    def trust(self) -> Optional[CAInfo]:
+        """Whom the caller trusts, where he says so: for the call, or in its settings."""
+        http = self.http_options
+        return self.certificate_handling or (None if http is None else http.certificate_handling)
+
+    def __post_init__(self) -> None:
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if value is not None:
+                checks.text(f"s3_{name}", value)
+        if self.memory_budget is not None:
+            checks.integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
+        if self.http_options is not None and not isinstance(self.http_options, HTTPOptions):
+            raise TypeError(f"http_options: expected HTTPOptions or None, got {type(self.http_options).__name__}")
+        object.__setattr__(self, "extra_args", _checked_kinds(self.extra_args))
+
+    def extra(self, kind: str) -> Mapping[str, Any]:
+        """The caller's own parameters of ``"get"`` or ``"put"`` requests."""
+        return (self.extra_args or {}).get(kind, {})
+
+
+# --- parameters of requests that callers add: s3_extra_args={"get": {...}, "put": {...}} ----------------------------
+
+_METHODS = {
+    "get": ("get_object",),
+    "put": ("put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"),
+}
+# What the requests set themselves.
+_OWN = frozenset({"Bucket", "Key", "Body", "UploadId", "PartNumber", "MultipartUpload", "ContentLength", "ContentMD5"})
+_OWN_OF_GET = frozenset({"Range", "IfMatch", "IfUnmodifiedSince"})
+
+
+def _checked_kinds(extra_args: Optional[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The argument as it is now.
+
+    Raises:
+        ValueError: Something else than ``get`` and ``put``.
+        TypeError: No mappings.
+    """
+    if extra_args is None:
+        return {}
+    if not isinstance(extra_args, Mapping) or not all(isinstance(names, Mapping) for names in extra_args.values()):
+        raise TypeError("s3_extra_args: expected a mapping from 'get' and 'put' to mappings of parameters")
+    unknown = sorted(map(str, extra_args.keys() - _METHODS.keys()))
+    if unknown:
+        raise ValueError(f"s3_extra_args: expected 'get' and 'put', got {', '.join(unknown)}")
+    return {kind: dict(names) for kind, names in extra_args.items()}
+
+
+def check_names(client: Any, kind: str, given: Mapping[str, Any]) -> None:
+    """Refuses names that no request of this kind has, as botocore knows them.
+
+    Raises:
+        ValueError: Such names, or names of what the requests set themselves.
+    """
+    if not given:
+        return
+    methods = _METHODS[kind]
+    known = set().union(*(_members(client, method) for method in methods)) - _OWN
+    if kind == "get":
+        known -= _OWN_OF_GET
+    wrong = sorted(name for name in given if name not in known or (kind == "put" and name.startswith("Checksum")))
+    if wrong:
+        raise ValueError(f"s3_extra_args[{kind!r}]: no parameters that {', '.join(methods)} can be given: {wrong}")
+
+
+def params_of(client: Any, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those parameters that belong to one method of the client."""
+    return {name: value for name, value in given.items() if name in _members(client, method)} if given else {}
+
+
+def _members(client: Any, method: str) -> set[str]:
+    operation = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method])
+    return set(operation.input_shape.members)
+
+
+# --- who we are to the store ------------------------------------------------------------------------------------------
 
 
 class ParsedCredentials(NamedTuple):
@@ -145,7 +366,7 @@ class S3Access:
     ) -> None:
         self._make_client = make_client
         self._session = session
-        self._trust = options.trust
+        self._options = options
         self._client: Any = None
         self._lock = threading.Lock()
         locks.makers[self] = threading.Lock
@@ -161,7 +382,7 @@ class S3Access:
                 self._client = self._make_client()
         return self._client
 
-    @property
+    @functools.cached_property
     def host(self) -> str:
         """Host and port, for messages."""
         return split_uri(self.endpoint or self.client.meta.endpoint_url).authority.rpartition("@")[2]
@@ -171,6 +392,31 @@ class S3Access:
         """Whether the store is reached over TLS."""
         return not (self.endpoint or self.client.meta.endpoint_url).lower().startswith("http:")
 
+    @functools.cached_property
+    def reads(self) -> _C.HttpOptions:
+        """How objects are requested from it, where no headers were signed."""
+        return self.reads_with({})
+
+    def reads_with(self, headers: Mapping[str, str]) -> _C.HttpOptions:
+        """How an object is requested with headers that were signed."""
+        options = self._options
+        check_certificates(options.certificate_handling)
+        http = options.http_options or HTTPOptions()
+        return http._native(headers, options.certificate_handling, secure=self.is_secure)
+
+    def signed(self, location: S3Location, extra: Mapping[str, Any]) -> SignedRequest:
+        """The request for an object, good for 24 to 48 hours; plain where there are no credentials.
+
+        Raises:
+            StreamError: There are none, and there should be.
+        """
+        from botocore.exceptions import NoCredentialsError
+
+        try:
+            return presign(self.client, "get_object", {**location.params, **extra}, url_seconds())
+        except NoCredentialsError as error:
+            raise translated(error, "read", self.describe(location)) from error
+
     @property
     def trust_of_parts(self) -> Optional[CAInfo]:
         """Whom those requests of an upload trust that boto3 does not send; ``None`` for what variables and system say.
@@ -178,8 +424,9 @@ class S3Access:
         Raises:
             StreamError: The AWS settings name a file that is not there.
         """
-        if self._trust is not None or self._session is None or not self.is_secure:
-            return self._trust
+        trust = self._options.trust
+        if trust is not None or self._session is None or not self.is_secure:
+            return trust
         return trust_of_parts(self._session)
 
     def describe(self, location: S3Location) -> str:
@@ -238,9 +485,12 @@ def resolve(location: S3Location, options: S3Options, call: CallOptions = PLAIN,
 
 def store_of(location: S3Location, call: CallOptions, *, write: bool) -> tuple[S3Options, S3Access]:
     """What the caller said, and the access to the store, of which one call has one for all its objects."""
-    options = call.once(call.stream, lambda: S3Options.of(call.stream))
-    key = (options, write, location.is_express, location.is_of_aws)
-    return options, call.once(key, lambda: resolve(location, options, call, write=write))
+
+    def found() -> tuple[S3Options, S3Access]:
+        options = S3Options.of(call.stream)
+        return options, resolve(location, options, call, write=write)
+
+    return call.once(("store", location.bucket, write), found)
 
 
 def named_endpoint(options: S3Options) -> Optional[str]:
@@ -364,3 +614,58 @@ def _access(
     if None in identity.keys and identity.keys != (None, None):
         access.client  # noqa: B018 - botocore says which half is missing
     return access
+
+
+# --- presigned requests: their URLs, and the headers that were signed with them -------------------------------------
+
+_DAY = 86400
+
+
+def url_seconds() -> int:
+    """Until the end of the next day: equal requests of one day get URLs that expire together, which caches like."""
+    now = int(time.time())
+    return (now // _DAY + 2) * _DAY - now
+
+
+# The request that botocore is about to sign in this thread.
+_signing = threading.local()
+
+
+class SignedRequest(NamedTuple):
+    """What has to be sent as it is. Shows nothing of it."""
+
+    url: str
+    headers: dict[str, str]
+
+    def __repr__(self) -> str:
+        return "SignedRequest(<hidden>)"
+
+
+def presign(client: Any, method: str, params: dict[str, Any], seconds: int) -> SignedRequest:
+    """Signs one request. Some of the parameters become part of the URL, others headers.
+
+    Raises:
+        botocore.exceptions.BotoCoreError: No credentials, a parameter that is missing or has another type.
+    """
+    _signing.headers = {}
+    events = getattr(client.meta, "events", None)
+    if events is not None:
+        events.register("before-sign.s3", _remember, unique_id="tensorizer-presign")
+    url: str = client.generate_presigned_url(method, Params=params, ExpiresIn=seconds)
+    headers, _signing.headers = _signing.headers, {}
+    return SignedRequest(url, {name: value for name, value in headers.items() if _is_sent(name, url)})
+
+
+def _remember(request: Any, **_: Any) -> None:
+    _signing.headers = {
+        name.lower(): value.decode() if isinstance(value, bytes) else str(value)
+        for name, value in request.headers.items()
+    }
+
+
+def _is_sent(name: str, url: str) -> bool:
+    """Whether the header goes with the request, or is part of the URL already (signatures of version 2)."""
+    query = parse_qs(urlsplit(url).query)
+    if "X-Amz-SignedHeaders" in query:
+        return name != "host" and name in query["X-Amz-SignedHeaders"][0].split(";")
+    return "Signature" not in query and name not in ("host", "user-agent", "date", "expect", "content-length")

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer._io.call_options import CallOptions
-from tensorizer._io.s3.access import store_of
+from tensorizer._io.s3.access import S3Options, params_of, parse_s3_uri, store_of
 from tensorizer._io.s3.client import s3_code, translated
-from tensorizer._io.s3.s3_options import S3Options, params_of, parse_s3_uri
 from tensorizer.errors import StreamError
 
 _READS = 3  # of an object whose body breaks off

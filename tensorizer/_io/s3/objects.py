@@ -6,25 +6,27 @@ GETs of presigned URLs that are renewed before they expire, writes are PUTs of p
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.s3.access import S3Access, explicit_access, named_endpoint, store_of
-from tensorizer._io.s3.client import NO_CREDENTIALS, SignedRequest, presign, s3_code, translated
-from tensorizer._io.s3.s3_options import (
+from tensorizer._io.s3.access import (
     READ_ENDPOINT,
     WRITE_ENDPOINT,
+    S3Access,
     S3Location,
     S3Options,
     check_names,
+    explicit_access,
+    named_endpoint,
     parse_s3_uri,
+    store_of,
+    url_seconds,
 )
+from tensorizer._io.s3.client import NO_CREDENTIALS, s3_code, translated
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import split_uri
 from tensorizer.errors import StreamError
@@ -33,27 +35,11 @@ if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.node_cache import Cache, CachedObject
 
-_DAY = 86400
 # Presigned URLs are replaced this long before they expire.
 _RENEW_SECONDS = 3600.0
 # Signatures of credentials that change are worth no more than the credentials; those of S3 Express end after 300 s.
 _CHANGING_SECONDS = 300.0
 _SESSION_SECONDS = 60.0
-
-
-def _url_seconds() -> int:
-    """Until the end of the next day: equal requests of one day get URLs that expire together, which caches like."""
-    now = int(time.time())
-    return (now // _DAY + 2) * _DAY - now
-
-
-def _signed(access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> SignedRequest:
-    from botocore.exceptions import NoCredentialsError
-
-    try:
-        return presign(access.client, "get_object", {**location.params, **extra}, _url_seconds())
-    except NoCredentialsError as error:
-        raise translated(error, "read", access.describe(location)) from error
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -71,7 +57,7 @@ def s3_download_url(
     location = parse_s3_uri(path_uri)
     keys = s3_access_key_id, s3_secret_access_key
     access = explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
-    return _signed(access, location, {}).url
+    return access.signed(location, {}).url
 
 
 def s3_download(
@@ -96,10 +82,10 @@ def s3_download(
     keys = s3_access_key_id, s3_secret_access_key
     access = explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
     options = S3Options(certificate_handling=certificate_handling)
-    return _open_presigned(access, location, options, begin, end, buffer_size)
+    return _open_signed(access, location, options, begin, end, buffer_size)
 
 
-def _open_presigned(
+def _open_signed(
     access: S3Access,
     location: S3Location,
     options: S3Options,
@@ -108,34 +94,25 @@ def _open_presigned(
     buffer_size: Optional[int],
     cached: Optional[CachedObject] = None,
 ) -> CURLStreamFile:
-    lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, _url_seconds() - _RENEW_SECONDS)
+    extra = options.extra("get")
+    first = access.signed(location, extra)
+    lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, url_seconds() - _RENEW_SECONDS)
     if location.is_express:
         lifetime = _SESSION_SECONDS
-
-    extra = options.extra("get")
-    first = _signed(access, location, extra)
-    with _told_of_credentials(access, options):
-        return CURLStreamFile(
+    settings = access.reads_with(first.headers) if first.headers else access.reads
+    try:
+        return CURLStreamFile._opened(
             first.url,
+            settings,
             begin=begin,
             end=end,
-            headers=first.headers,  # the same for every URL of the object
             buffer_size=buffer_size,
-            certificate_handling=options.certificate_handling,
-            http_options=options.http_options,
-            url_provider=lambda: _signed(access, location, extra).url,
+            url_provider=lambda: access.signed(location, extra).url,  # with the same headers
             url_lifetime=lifetime,
             display_name=access.describe(location),
             cached=cached,
         )
-
-
-@contextlib.contextmanager
-def _told_of_credentials(access: S3Access, options: S3Options) -> Iterator[None]:
-    """Adds to a refusal of an unsigned request that no credentials were found, unless the caller wants none."""
-    try:
-        yield
-    except StreamError as error:
+    except StreamError as error:  # of a request that nobody signed, though the caller did not ask for that
         if access.source == "anonymous" and options.access_key_id != "" and error.status in (400, 401, 403):
             error.args = (f"{error}; {NO_CREDENTIALS}",)
         raise
@@ -157,7 +134,7 @@ def open_read(uri: str, call: CallOptions, cache: Optional[Cache] = None) -> Uni
     stream = call.stream
     if options.extra("get"):
         check_names(access.client, "get", options.extra("get"))
-    return _open_presigned(access, location, options, stream.begin, stream.end, stream.buffer_size, cached)
+    return _open_signed(access, location, options, stream.begin, stream.end, stream.buffer_size, cached)
 
 
 def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[CachedObject]:

@@ -13,9 +13,8 @@ from typing import Any, Optional
 
 from tensorizer import _C
 from tensorizer._io.http_options import HTTPOptions, most_connections
-from tensorizer._io.s3.access import S3Access
-from tensorizer._io.s3.client import explain, presign, s3_code, translated
-from tensorizer._io.s3.s3_options import S3Location, S3Options, params_of
+from tensorizer._io.s3.access import S3Access, S3Location, S3Options, params_of, presign
+from tensorizer._io.s3.client import explain, s3_code, translated
 from tensorizer._system import locks
 from tensorizer.errors import StreamError
 

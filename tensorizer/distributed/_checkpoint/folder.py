@@ -82,7 +82,7 @@ class Folder(NamedTuple):
             return cls(os.path.abspath(local), False, options)
         if scheme_of(path) != "s3":
             raise ValueError(f"checkpoint: expected a local path or an s3:// URI, got one with {scheme_of(path)}://")
-        from tensorizer._io.s3.s3_options import parse_s3_uri
+        from tensorizer._io.s3.access import parse_s3_uri
 
         where = folder_uri(str(path))
         parse_s3_uri(f"{where}/{MARKER}")

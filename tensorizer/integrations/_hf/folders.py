@@ -23,6 +23,8 @@ from tensorizer._io.call_options import NOBODY, PLAIN, CallOptions, StreamOption
 from tensorizer._io.forms import FolderOfForms, NoteOf, choose
 from tensorizer._io.http_options import HTTPOptions
 from tensorizer._io.model_files import (
+    FORMATS,
+    MODEL_ENDINGS,
     absence,
     each_at_once,
     find_model,
@@ -34,10 +36,10 @@ from tensorizer._io.model_files import (
     usual_names,
 )
 from tensorizer._io.shards import parse_index
-from tensorizer._io.sources import json_content, open_stream
+from tensorizer._io.sources import json_content, open_source, read_checked
 from tensorizer._io.uri import folder_uri, local_path, scheme_of, split_query
 from tensorizer._load.digests import AUTO, Verification
-from tensorizer._load.open_file import OpenFile, ReadOptions, open_file
+from tensorizer._load.open_file import OpenFile, ReadOptions, file_of, open_file
 from tensorizer._load.open_index import note_of
 from tensorizer._system.devices import target_device
 from tensorizer._system.redaction import shown_location, shown_uri
@@ -262,6 +264,7 @@ class RemoteFolder(ModelFolder):
         names: Optional[Collection[str]] = None,
     ) -> None:
         self._prefix = folder_uri(prefix)
+        self._quotes = scheme_of(prefix) in ("http", "https")
         self.label = shown_uri(self._prefix) if label is None else label
         self.call, self._listing, self.has_revision = call, names, names is not None
         self._known: dict[str, bool] = {}
@@ -272,7 +275,7 @@ class RemoteFolder(ModelFolder):
         if self._listing is not None:
             return name in self._listing
         if name not in self._known:
-            self._known[name] = self._opens(name) if is_weight(name) else self._copy(name)
+            self._known[name] = self._opens(name) if name.endswith(MODEL_ENDINGS) else self._copy(name)
         return self._known[name]
 
     def those_of(self, names: Sequence[str]) -> list[str]:
@@ -284,35 +287,24 @@ class RemoteFolder(ModelFolder):
             self._denied.append(name)
         return error is None
 
-    @contextlib.contextmanager
-    def _noting(self, name: str) -> Iterator[None]:
-        """Suppresses errors for files that do not exist, and notes the names that may exist, but are forbidden."""
-        try:
-            yield
-        except OSError as error:
-            if not is_absent(error):
-                raise
-            if is_denied(error):
-                self._denied.append(name)
-
     @property
     def doubt(self) -> str:
         return f"; {MAY_BE_FORBIDDEN} ({', '.join(self._denied[:5])})" if self._denied else ""
 
     def _weight(self, name: str) -> Any:
-        as_given = name == self.file or scheme_of(self._prefix) not in ("http", "https")
+        as_given = name == self.file or not self._quotes
         return f"{self._prefix}/{name if as_given else urllib.parse.quote(name)}"
 
     def _copy(self, name: str) -> bool:
         if not _is_plain(name):
             raise ValueError(f"{self.label}: {name!r:.200} is not a file of the folder")
-        content: Optional[bytes] = None
-        with (
-            self._noting(name),
-            open_stream(self._weight(name), "rb", self.call) as stream,
-        ):
-            content = stream.read()
-        if content is None:
+        try:
+            content = read_checked(self._weight(name), self.call, bytes)
+        except OSError as error:
+            if not is_absent(error):
+                raise
+            if is_denied(error):  # which may mean so
+                self._denied.append(name)
             return False
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -591,7 +583,8 @@ class Weights(NamedTuple):
     @property
     def _mmap(self) -> Optional[bool]:
         """The caller's ``mmap``. Files whose data are checked are read, because mapped memory may change afterwards."""
-        checked = self.options.verify.reads or bool(self.options.call.trust.public_keys)
+        verify = self.options.verify
+        checked = (verify is not AUTO and verify.reads) or bool(self.options.call.trust.public_keys)
         return False if self.options.mmap is None and checked else self.options.mmap
 
     def open(
@@ -601,9 +594,14 @@ class Weights(NamedTuple):
         filter_func: Any = None,
     ) -> OpenFile:
         """Opens the file and reads only its index."""
-        verify = self.options.verify.inside(self.folder.inside)
-        how = ReadOptions(target_device(device), dtype, self._mmap).verifying(verify)
-        return open_file(self.source, self.options.call._replace(stream=self.folder.call.stream), how, filter_func)
+        inside, verify = self.folder.inside, self.options.verify
+        how = ReadOptions(target_device(device), dtype, self._mmap).verifying(
+            verify.inside(inside) if inside else verify
+        )
+        call = self.options.call._replace(stream=self.folder.call.stream)
+        if self.source.endswith(FORMATS):
+            return file_of(open_source(self.source, call), call, how, filter_func)
+        return open_file(self.source, call, how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Loads all tensors into host memory, with their stored dtypes."""

@@ -16,22 +16,21 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tensorizer._format.dtypes import (
     CASTABLE,
-    is_quantised_by_torchao,
     known_dtype,
     meant_dtype,
     named_dtype,
     torch_dtype,
 )
+from tensorizer._io.model_files import is_quantised_by_torchao
 from tensorizer._io.uri import local_path
 from tensorizer._load.compare import LoadReport, ModuleView, shown
 from tensorizer._load.modules import Fill, FillOptions
 from tensorizer._load.open_file import OpenFile
 from tensorizer._system.devices import one_device
-from tensorizer._system.patches import no_init_or_tensor
+from tensorizer._system.patches import NothingToInitialise, no_init_or_tensor
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, Weights, find_weights
 
@@ -42,12 +41,6 @@ _GENERATION = "generation_config.json"
 # Keywords for the constructor, and those that need no help of the library. With any other keyword, the library loads.
 _OF_CONSTRUCTION = {"attn_implementation", "experts_implementation", "max_memory", "ignore_mismatched_sizes"}
 _BALANCED = ("auto", "balanced", "balanced_low_0")
-
-# Methods of tensors and functions of torch.nn.init that set the values of existing tensors.
-_FILLING = re.compile(
-    "(normal|uniform|trunc_normal|xavier_normal|xavier_uniform|kaiming_normal|kaiming_uniform|orthogonal|eye|dirac|sparse|"
-    "zero|zeros|ones|fill|constant|copy|add|sub|mul|div|clamp|erfinv|exponential|log)_"
-)
 
 
 def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
@@ -350,19 +343,8 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder) -> Any:
 @contextlib.contextmanager
 def empty_on(device: torch.device) -> Iterator[None]:
     """A block in which models get their computed buffers on `device` and parameters without memory."""
-    with torch.device(device), no_init_or_tensor(), _NothingToInitialise():
+    with torch.device(device), no_init_or_tensor(), NothingToInitialise():
         yield
-
-
-class _NothingToInitialise(TorchFunctionMode):
-    """A block in which initialising a tensor without memory does nothing, since torch takes milliseconds for it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _FILLING.fullmatch(getattr(func, "__name__", "")):
-            target = args[0] if args else (kwargs or {}).get("tensor")
-            if isinstance(target, torch.Tensor) and target.is_meta:
-                return target
-        return func(*args, **(kwargs or {}))
 
 
 def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
@@ -499,6 +481,6 @@ def _dispatch(model: Any, device_map: dict[str, Any]) -> None:
 
 
 def is_of(package: str, obj: Any) -> bool:
-    """Whether the class of an object, or one of its bases, comes from a package."""
+    """Whether an object or class is of a package, or derives from a class of it."""
     kind = obj if isinstance(obj, type) else type(obj)
     return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)

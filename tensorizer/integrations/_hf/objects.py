@@ -11,7 +11,8 @@ from typing import Any, Optional
 
 import torch
 
-from tensorizer._format.dtypes import CASTABLE, is_quantised_by_torchao
+from tensorizer._format.dtypes import CASTABLE
+from tensorizer._io.model_files import is_quantised_by_torchao
 from tensorizer._io.sources import json_content
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError, UnsupportedContentError

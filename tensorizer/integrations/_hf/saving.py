@@ -23,10 +23,9 @@ from tensorizer._files.contents import (
 )
 from tensorizer._files.copy import remove_files
 from tensorizer._files.write import WriteOptions, format_of, write_contents
-from tensorizer._format.dtypes import is_quantised_by_torchao
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.forms import origin_in
-from tensorizer._io.model_files import is_weight, other_format_beside, other_forms
+from tensorizer._io.model_files import is_quantised_by_torchao, is_weight, other_format_beside, other_forms
 from tensorizer._io.shards import ORIGIN_KEY, origin_text
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import folder_uri, local_path
