@@ -100,9 +100,8 @@ def bars(delay: float) -> Callable[[Progress], None]:
 
 
 def terminal_bar() -> ProgressArgument:
-    """Shows users of a terminal who did not ask for progress a bar after one second. It shows nothing if standard error
-    is not a terminal or ``tqdm`` is not installed."""
-    if not sys.stderr.isatty() or env_text("TERM") == "dumb":
+    """Shows users of a terminal who did not ask for progress a bar after one second; nothing without ``tqdm``."""
+    if env_text("TERM") == "dumb":
         return False
     try:
         return bars(delay=1.0)

@@ -20,7 +20,7 @@ from tensorizer._io.sources import SourceArgument, reopener
 from tensorizer._load.open_file import OpenFile, ReadOptions, open_file
 from tensorizer._progress import ProgressArgument
 from tensorizer._signing import PublicKeyArgument
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer._system.devices import DeviceArgument, target_device
 from tensorizer._system.sizes import counted, size_text
 
@@ -546,7 +546,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         check_filter(filter_func)
         file = self._open_file
         stored = module_names(
-            file, file.accepted_by(filter_func), checks.text("prefix", prefix) if prefix != "" else prefix
+            file, file.accepted_by(filter_func), config.text("prefix", prefix) if prefix != "" else prefix
         )
         try:
             view = ModuleView(m)

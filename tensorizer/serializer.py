@@ -45,7 +45,7 @@ from tensorizer._save.session import (
     write_tensors,
 )
 from tensorizer._signing import SigningKey
-from tensorizer._system.checks import thread_limit
+from tensorizer._system.config import thread_limit
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FieldRangeError
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
 from tensorizer._io import sources
 from tensorizer._io.call_options import CallOptions, StreamOptions
-from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
+from tensorizer._io.http_options import CAInfo
 from tensorizer._io.http_options import HTTPOptions as HTTPOptions
 from tensorizer._io.s3 import objects
 from tensorizer._io.s3.access import DEFAULTS, ConfigPath, ParsedCredentials, infer_credentials

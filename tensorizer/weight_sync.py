@@ -42,7 +42,7 @@ from tensorizer._sync.pointer import (
 )
 from tensorizer._sync.stores import NotMetError, Read, open_store
 from tensorizer._sync.target import Target
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer._system.devices import empty, ordinary_tensors
 from tensorizer.errors import (
     ConflictError,
@@ -191,8 +191,8 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         hashes: Union[str, Collection[str], None] = HASH_NAMES,
         new_run: bool = False,
     ) -> None:
-        self._anchor_every = checks.integer("anchor_every", anchor_every, 1)
-        self._keep = checks.integer("keep", keep, 1)
+        self._anchor_every = config.integer("anchor_every", anchor_every, 1)
+        self._keep = config.integer("keep", keep, 1)
         check_encryption(encryption)
         self._encryption = encryption
         self._signer = None if signing_key is None else signer_of(signing_key)
@@ -256,7 +256,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         if taken:
             raise ValueError(f"metadata: the library uses the key {taken[0]!r} itself")
         if version is not None:
-            checks.integer("version", version, 0, END_OF_VERSIONS - 1)
+            config.integer("version", version, 0, END_OF_VERSIONS - 1)
         given = tensors_of(tensors, "tensors")
         form = form_of_tensors(given)
         with self._lock:
@@ -518,9 +518,9 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
         timeout: Optional[float] = None,
     ) -> None:
         if version is not None:
-            checks.integer("version", version, 0, END_OF_VERSIONS - 1)
-        self._pinned = None if run is None else checks.text("run", run)
-        patience = 0.0 if timeout is None else checks.seconds("timeout", timeout)
+            config.integer("version", version, 0, END_OF_VERSIONS - 1)
+        self._pinned = None if run is None else config.text("run", run)
+        patience = 0.0 if timeout is None else config.seconds("timeout", timeout)
         self._store = open_store(location, stream_options, writes=False)
         self._access = self._store.read_options.reading(encryption, Trust.of(public_key, None))
         self._target = Target(target, bool(strict))
@@ -580,8 +580,8 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
         Returns:
             Whether the store has such a version.
         """
-        deadline = time.monotonic() + checks.seconds("timeout", timeout)
-        interval = checks.seconds("poll", poll, above_zero=True)
+        deadline = time.monotonic() + config.seconds("timeout", timeout)
+        interval = config.seconds("poll", poll, above_zero=True)
         while True:
             with self._lock:
                 pointer = self._look()
@@ -609,7 +609,7 @@ class WeightFollower(contextlib.AbstractContextManager["WeightFollower"]):
             OSError: The location cannot be read.
         """
         if version is not None:
-            checks.integer("version", version, 0, END_OF_VERSIONS - 1)
+            config.integer("version", version, 0, END_OF_VERSIONS - 1)
         with self._lock:
             pointer = self._look()
             goal = pointer.version if version is None else version

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union, cast
 
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
-from tensorizer._system.checks import thread_limit
-from tensorizer._system.config import env_int
+from tensorizer._system.config import env_int, thread_limit
 
 if TYPE_CHECKING:
-    from tensorizer._io.certificates import CAInfo
-    from tensorizer._io.http_options import HTTPOptions
+    from tensorizer._io.http_options import CAInfo, HTTPOptions
     from tensorizer._progress import ProgressArgument
 
 Made = TypeVar("Made")

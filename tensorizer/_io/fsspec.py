@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 from tensorizer._io.upload_on_close import Forgettable, UploadOnClose
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer._system.config import env_int
 from tensorizer._system.redaction import shown_uri, without_secrets
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
@@ -60,7 +60,7 @@ def open(
         ValueError: fsspec or the scheme's driver is not installed, an unsupported scheme, or another mode.
         OSError: The file cannot be opened.
     """
-    wanted = checks.binary_mode(mode, _MODES, scheme_of(uri))
+    wanted = config.binary_mode(mode, _MODES, scheme_of(uri))
     if wanted == "rb" and scheme_of(uri) == "hf":
         from tensorizer._io import hub_cache
 
@@ -274,7 +274,7 @@ class FsspecReader(WindowedReader):
             with _turn(fs):
                 self._file.seek(begin)
             after_errors.pop_all()
-        self._start_at(begin, _window_nbytes(buffer_size))
+        self._position, self._buffer_nbytes = begin, _window_nbytes(buffer_size)
 
     def _tensorizer_source(self) -> _C.RangeSource:
         from tensorizer import _C
@@ -315,7 +315,7 @@ class FsspecReader(WindowedReader):
     def close(self) -> None:
         if not self.closed:
             self._close_file()
-            self._drop_window()
+            self._window = memoryview(b"")
         super().close()
 
 

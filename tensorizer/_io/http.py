@@ -8,10 +8,9 @@ import time
 import urllib.parse
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.certificates import CAInfo, check_certificates
-from tensorizer._io.http_options import Headers, HTTPOptions, checked_headers
+from tensorizer._io.http_options import CAInfo, Headers, HTTPOptions, check_certificates, checked_headers
 from tensorizer._io.window import WindowedReader
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
@@ -102,21 +101,21 @@ class CURLStreamFile(WindowedReader):
     ) -> None:
         self._closed = True  # until the source is there: __del__ calls close() also after a failure below
         begin, end = _checked_range(begin, end)
-        checks.text("uri", uri)
+        config.text("uri", uri)
         check_certificates(certificate_handling)
         if http_options is not None and not isinstance(http_options, HTTPOptions):
             raise TypeError(f"http_options: expected HTTPOptions or None, got {type(http_options).__name__}")
         if headers is not None and not callable(headers):
             checked_headers(headers)
-        lifetime = 0.0 if url_lifetime is None else checks.seconds("url_lifetime", url_lifetime)
+        lifetime = 0.0 if url_lifetime is None else config.seconds("url_lifetime", url_lifetime)
         if 0 < lifetime < 1:
             lifetime = 1.0  # the extension counts whole seconds, and 0 is no limit
-        shown_as = "" if display_name is None else checks.text("display_name", display_name)
+        shown_as = "" if display_name is None else config.text("display_name", display_name)
         fresh_url = _checked_provider(url_provider)
         native = (http_options or HTTPOptions())._native(
             headers, certificate_handling, secure=not uri.lower().startswith("http:")
         )
-        buffer_size = checks.buffer_size(buffer_size, _DEFAULT_BUFFER_NBYTES)
+        buffer_size = config.buffer_size(buffer_size, _DEFAULT_BUFFER_NBYTES)
         self._open(_quoted(uri), native, begin, end, buffer_size, fresh_url, lifetime, shown_as, cached)
 
     @classmethod
@@ -137,7 +136,7 @@ class CURLStreamFile(WindowedReader):
         stream = cls.__new__(cls)
         stream._closed = True
         first, last = _checked_range(begin, end)
-        nbytes = _DEFAULT_BUFFER_NBYTES if buffer_size is None else checks.buffer_size(buffer_size, 0)
+        nbytes = _DEFAULT_BUFFER_NBYTES if buffer_size is None else config.buffer_size(buffer_size, 0)
         stream._open(url, native, first, last, nbytes, url_provider, url_lifetime, display_name, cached)
         return stream
 
@@ -177,7 +176,7 @@ class CURLStreamFile(WindowedReader):
         self.popen_latencies = [shared.http.seconds_to_connect]
 
     def _attach(self, shared: _SharedSource, begin: int, end: Optional[int]) -> None:
-        """Starts at ``begin`` of a source, with empty window and counters."""
+        """Starts at ``begin`` of a source."""
         shared.users += 1
         self._shared: Optional[_SharedSource] = shared
         source = shared.source
@@ -188,7 +187,7 @@ class CURLStreamFile(WindowedReader):
         if shared.http.is_known and "etag" not in self._headers:  # a 304 need not repeat it
             self._headers["ETag"] = shared.known_etag
         self._end = end
-        self._start_at(begin, self._buffer_nbytes)
+        self._position = begin
         self._went_back = False
         self._source_is_shared = False
         self._closed = False
@@ -221,9 +220,7 @@ class CURLStreamFile(WindowedReader):
         # Backwards a closed stream is opened again.
         if target < self._position and self._closed:
             shared = self._open_source(target)
-            counters = self.bytes_skipped, self.read_operations, self._bytes_read
             self._attach(shared, target, self._end)
-            self.bytes_skipped, self.read_operations, self._bytes_read = counters
             self._note_latency(shared.http.seconds_to_response, shared.http.seconds_to_connect)
             return
         self._source_in_use()
@@ -250,7 +247,7 @@ class CURLStreamFile(WindowedReader):
             shared.users -= 1
             if shared.users == 0:
                 shared.close()
-        self._drop_window()
+        self._window = memoryview(b"")
 
     # -- for the package ---------------------------------------------------------------------------------------------
 
@@ -334,12 +331,12 @@ class CURLStreamFile(WindowedReader):
 
 
 def _checked_range(begin: Optional[int], end: Optional[int]) -> tuple[int, Optional[int]]:
-    first = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
+    first = 0 if begin is None else config.integer("begin", begin, wanted="a position >= 0")
     if end is None:
         return first, None
     if hasattr(end, "__index__"):
         end = min(operator.index(end), _LAST_POSITION)
-    return first, checks.integer("end", end, first + 1, wanted=f"a position after begin={first}")
+    return first, config.integer("end", end, first + 1, wanted=f"a position after begin={first}")
 
 
 def _checked_provider(provider: Optional[Callable[[], str]]) -> Optional[Callable[[], str]]:
@@ -348,7 +345,7 @@ def _checked_provider(provider: Optional[Callable[[], str]]) -> Optional[Callabl
         return None
     if not callable(provider):
         raise TypeError(f"url_provider: expected a callable or None, got {type(provider).__name__}")
-    return lambda: checks.text("url_provider: the URL", provider())
+    return lambda: config.text("url_provider: the URL", provider())
 
 
 def _quoted(uri: str) -> str:

@@ -439,7 +439,7 @@ class CachedFile(WindowedReader):
         super().__init__()
         self._source, self._of = source, of
         self.name = self._name = source.name
-        self._start_at(begin, buffer_nbytes)
+        self._position, self._buffer_nbytes = begin, buffer_nbytes
 
     @property
     def bytes_read(self) -> int:
@@ -464,5 +464,5 @@ class CachedFile(WindowedReader):
                 self._source.release()
             else:
                 self._of.closed(self._source)
-            self._drop_window()
+            self._window = memoryview(b"")
         super().close()

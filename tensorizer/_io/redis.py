@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import unquote
 
 from tensorizer import _C
-from tensorizer._io.certificates import check_certificates, trust_for
+from tensorizer._io.http_options import check_certificates, trust_for
 from tensorizer._io.uri import split_uri
 from tensorizer._io.window import WindowedReader
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer._system.config import env_int
 
 if TYPE_CHECKING:
     import redis
 
-    from tensorizer._io.certificates import CAInfo
+    from tensorizer._io.http_options import CAInfo
 
 DEFAULT_PORT = 6379
 DEFAULT_CONNECTIONS = 4
@@ -74,7 +74,7 @@ def parse_redis_address(uri: str) -> RedisAddress:
         ValueError: The scheme, port, database or prefix is missing or malformed, or a login is no part of the host. The
             message holds no password.
     """
-    parts = split_uri(checks.text("Redis URI", uri))
+    parts = split_uri(config.text("Redis URI", uri))
     if parts.scheme not in ("redis", "rediss"):
         raise ValueError(f"not a Redis URI: expected redis:// or rediss://, got {parts.scheme or 'no scheme'}://")
     login, _, place = parts.authority.rpartition("@")
@@ -118,7 +118,7 @@ def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
 
 def _connections(wanted: Optional[int]) -> int:
     limit = env_int("TENSORIZER_MAX_CONNECTIONS", 1)
-    count = DEFAULT_CONNECTIONS if wanted is None else min(checks.integer("connections", wanted, 1), MAX_CONNECTIONS)
+    count = DEFAULT_CONNECTIONS if wanted is None else min(config.integer("connections", wanted, 1), MAX_CONNECTIONS)
     return count if limit is None else min(count, limit)
 
 
@@ -189,22 +189,22 @@ class RedisStreamFile(WindowedReader):
         super().__init__()
         address = parse_redis_address(uri)
         check_certificates(certificate_handling)
-        start = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
-        buffer_nbytes = checks.buffer_size(buffer_size, 0)
+        start = 0 if begin is None else config.integer("begin", begin, wanted="a position >= 0")
+        buffer_nbytes = config.buffer_size(buffer_size, 0)
         settings = {
             **{name: value for name, value in address._asdict().items() if name != "prefix"},
             "connections": _connections(connections),
-            "connect_timeout": checks.seconds("connect_timeout", connect_timeout, above_zero=True),
-            "stall_timeout": checks.seconds("stall_timeout", stall_timeout, above_zero=True),
-            "retries": None if retries is None else min(checks.integer("retries", retries), MAX_RETRIES),
-            "retry_seconds": checks.seconds("retry_seconds", retry_seconds),
+            "connect_timeout": config.seconds("connect_timeout", connect_timeout, above_zero=True),
+            "stall_timeout": config.seconds("stall_timeout", stall_timeout, above_zero=True),
+            "retries": None if retries is None else min(config.integer("retries", retries), MAX_RETRIES),
+            "retry_seconds": config.seconds("retry_seconds", retry_seconds),
             **(_tls_settings(certificate_handling) if address.tls else {}),
         }
         if buffer_nbytes > 0:
             settings["receive_buffer_nbytes"] = min(buffer_nbytes, 2**30)
         self.response_latencies: list[float] = []
         self._is_lent = False  # to a load, which reads behind this stream
-        self._start_at(start, WINDOW_NBYTES)
+        self._position, self._buffer_nbytes = start, WINDOW_NBYTES
         started = time.perf_counter()
         self._source = _C.RedisSource(settings, address.prefix)
         self.setup_latency = time.perf_counter() - started
@@ -252,7 +252,7 @@ class RedisStreamFile(WindowedReader):
         """Ends the connections: idle ones now, those of a load that reads from this source after their read."""
         if not self.closed and hasattr(self, "_source"):  # a constructor that failed is closed, too
             self._source.close_connections()
-            self._drop_window()
+            self._window = memoryview(b"")
         super().close()
 
 
@@ -303,7 +303,7 @@ def export_to_redis(
         ValueError: The prefix is empty.
         Exception: Whatever the client raises if the server refuses or breaks off; run the export again to resume it.
     """
-    prefix = checks.text("key_prefix", key_prefix).encode("utf-8")
+    prefix = config.text("key_prefix", key_prefix).encode("utf-8")
     if not prefix:
         raise ValueError("key_prefix: expected some text, got none; no URI would name the file")
     header_key = prefix + b":header:0"

@@ -19,7 +19,7 @@ from tensorizer import _C
 from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import check_is_path, expanded, local_path, path_of_file_uri, scheme_of
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer._system.config import env_text
 from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
@@ -451,7 +451,7 @@ def _open_file_uri(uri: str, mode: str, options: CallOptions) -> BinaryIO:
 
 
 def _open_http(uri: str, mode: str, options: CallOptions) -> BinaryIO:
-    checks.binary_mode(mode, ("rb",), scheme_of(uri))
+    config.binary_mode(mode, ("rb",), scheme_of(uri))
     stream, cache, cached = options.stream, _cache_for(uri, mode, options), None
     if cache is not None:
         from tensorizer._io.node_cache import CachedObject, http_location
@@ -477,7 +477,7 @@ def _open_http(uri: str, mode: str, options: CallOptions) -> BinaryIO:
 
 
 def _open_redis(uri: str, mode: str, options: CallOptions) -> BinaryIO:
-    checks.binary_mode(mode, ("rb",), scheme_of(uri))
+    config.binary_mode(mode, ("rb",), scheme_of(uri))
     cache = _cache_for(uri, mode, options)
     if cache is not None:
         cache.leave(shown_uri(uri), "Redis tells no versions")
@@ -500,7 +500,7 @@ def _open_s3(uri: str, mode: str, options: CallOptions) -> BinaryIO:
     if "a" in mode:
         raise ValueError(f"mode {mode!r}: objects in S3 cannot be appended to; expected {', '.join(_S3_MODES)}")
     if mode not in _S3_MODES:
-        checks.binary_mode(mode, _S3_MODES, "s3")
+        config.binary_mode(mode, _S3_MODES, "s3")
     from tensorizer._io.s3 import objects
 
     if "r" in mode:

@@ -25,10 +25,15 @@ class WindowedReader(io.BufferedIOBase):
     Small reads are served from a window that grows while reads go straight on; large ones go past it. Subclasses fetch.
     """
 
-    bytes_skipped: int
-    read_operations: int
-    _bytes_read: int  # delivered by sized reads
+    bytes_skipped = 0
+    read_operations = 0
+    _bytes_read = 0  # delivered by sized reads
     _name: str  # for messages
+    _position: int
+    _buffer_nbytes: int  # how large the window may be
+    _window = memoryview(b"")
+    _window_start = 0
+    _next_window_nbytes = _FIRST_WINDOW_NBYTES
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {getattr(self, '_name', '(not open)')}>"
@@ -159,18 +164,6 @@ class WindowedReader(io.BufferedIOBase):
         return False
 
     # -- the window --------------------------------------------------------------------------------------------------
-
-    def _start_at(self, position: int, buffer_nbytes: int) -> None:
-        """An empty window, and counters at zero."""
-        self._position = position
-        self._buffer_nbytes = buffer_nbytes
-        self._drop_window()
-        self._next_window_nbytes = _FIRST_WINDOW_NBYTES
-        self.bytes_skipped = self._bytes_read = self.read_operations = 0
-
-    def _drop_window(self) -> None:
-        self._window = memoryview(b"")
-        self._window_start = self._position
 
     def _seek_target(self, position: int, whence: int) -> int:
         if whence == os.SEEK_SET:

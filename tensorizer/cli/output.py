@@ -94,7 +94,7 @@ class Output:
         from tensorizer._progress import bars, terminal_bar
 
         if self._progress is None:
-            return False if self.quiet else terminal_bar()
+            return sys.stderr.isatty() and not self.quiet and terminal_bar()
         try:
             return bars(delay=0.0) if self._progress else False
         except ImportError as error:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
@@ -34,6 +35,13 @@ _OF_PROCESSORS = (
 
 Folder = Union[str, os.PathLike[str]]
 StreamOptions = Optional[Mapping[str, Any]]
+
+
+def _shown(progress: ProgressArgument) -> ProgressArgument:
+    """What the argument means here: ``None`` is a bar on a terminal."""
+    if progress is not None:
+        return progress
+    return sys.stderr.isatty() and terminal_bar()
 
 
 def save_pretrained(
@@ -109,7 +117,7 @@ def save_pretrained(
         max_shard_size=max_shard_size,
         variant=variant,
         names=names,
-        progress=terminal_bar() if progress is None else progress,
+        progress=_shown(progress),
         stream_options=stream_options,
     )
 
@@ -213,8 +221,7 @@ def from_pretrained(
         >>> type(from_pretrained("llama", progress=False)).__name__
         'LlamaForCausalLM'
     """
-    if progress is None:
-        progress = terminal_bar()
+    progress = _shown(progress)
     got = None
     if source is None or isinstance(source, type):
         got = f"{getattr(source, '__name__', source)} as the source"
@@ -381,8 +388,7 @@ def load_adapter(
     from tensorizer.integrations._hf.folders import LoadOptions, open_folder
     from tensorizer.integrations._hf.objects import load_adapter_into
 
-    if progress is None:
-        progress = terminal_bar()
+    progress = _shown(progress)
     call = CallOptions.to_read(encryption, stream_options, None, progress, Trust.of(public_key, require_authenticated))
     options = LoadOptions(
         revision=revision,

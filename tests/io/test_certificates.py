@@ -23,8 +23,8 @@ from servers.s3_recorder import S3Recorder
 from servers.tls_proxy import tls_proxy
 
 from tensorizer import _C, TensorSerializer
-from tensorizer._io import certificates as module
-from tensorizer._io.certificates import TrustAnchors, trust_for
+from tensorizer._io import http_options as module
+from tensorizer._io.http_options import TrustAnchors, trust_for
 from tensorizer.errors import StreamError
 from tensorizer.stream_io import CAInfo, HTTPOptions, open_stream
 
@@ -140,7 +140,7 @@ def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tm
     program = """
         import ssl, sys
         import tensorizer
-        from tensorizer._io import certificates
+        from tensorizer._io import http_options as certificates
         from tensorizer.stream_io import CURLStreamFile
         def looked(*arguments):
             raise AssertionError("looked for certificates")

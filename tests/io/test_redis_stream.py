@@ -19,7 +19,7 @@ from conftest import open_descriptors, thread_count, threads_end
 from servers import needs
 from servers.redis_server import RedisServer, free_port, redis_is_installed
 
-from tensorizer._io.certificates import CAInfo
+from tensorizer._io.http_options import CAInfo
 from tensorizer._io.redis import RedisStreamFile, _parse_redis_uri, parse_redis_address
 from tensorizer.errors import FormatError, StreamError, StreamNotFoundError, TruncatedError
 from tensorizer.stream_io import open_stream

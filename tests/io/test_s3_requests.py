@@ -25,7 +25,7 @@ from servers.s3_recorder import S3Recorder
 
 import tensorizer
 from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, stream_io
-from tensorizer._io import certificates
+from tensorizer._io import http_options as certificates
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.s3.client import s3_code
 from tensorizer._io.s3.objects import S3Prefix

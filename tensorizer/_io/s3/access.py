@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 from urllib.parse import parse_qs, unquote_plus, urlsplit
 
 from tensorizer._io.call_options import PLAIN, CallOptions
-from tensorizer._io.certificates import CAInfo, check_certificates
-from tensorizer._io.http_options import HTTPOptions
+from tensorizer._io.http_options import CAInfo, HTTPOptions, check_certificates
 from tensorizer._io.s3.client import (
     check_endpoint,
     chosen_checksums,
@@ -32,7 +31,8 @@ from tensorizer._io.s3.client import (
     trust_of_parts,
 )
 from tensorizer._io.uri import is_arn, split_uri
-from tensorizer._system import checks, locks
+from tensorizer._system import locks
+from tensorizer._system.config import integer, text
 from tensorizer._system.redaction import shown_uri
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def parse_s3_uri(uri: str) -> S3Location:
         ValueError: Another scheme, no bucket or key, no version, or keys in front of the bucket.
     """
     if not isinstance(uri, str) or not uri.isascii():
-        checks.text("S3 URI", uri)
+        text("S3 URI", uri)
     parts = split_uri(uri)
     if parts.scheme != "s3" or not parts.authority:
         raise ValueError("Invalid S3 URI: expected s3://bucket/key, got another scheme or no bucket")
@@ -185,9 +185,9 @@ class S3Options:
         for name in _TEXTS:
             value = getattr(self, name)
             if value is not None:
-                checks.text(f"s3_{name}", value)
+                text(f"s3_{name}", value)
         if self.memory_budget is not None:
-            checks.integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
+            integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
         if self.http_options is not None and not isinstance(self.http_options, HTTPOptions):
             raise TypeError(f"http_options: expected HTTPOptions or None, got {type(self.http_options).__name__}")
         object.__setattr__(self, "extra_args", _checked_kinds(self.extra_args))

@@ -10,10 +10,9 @@ import os
 import re
 from typing import Any, Optional
 
-from tensorizer._io.certificates import CAInfo, TrustAnchors, named_trust
-from tensorizer._io.http_options import HTTPOptions
+from tensorizer._io.http_options import CAInfo, HTTPOptions, TrustAnchors, named_trust
 from tensorizer._io.uri import split_uri
-from tensorizer._system import checks
+from tensorizer._system import config
 from tensorizer._system.config import env_text
 from tensorizer._system.redaction import without_secrets
 from tensorizer._version import __version__
@@ -54,7 +53,7 @@ def check_endpoint(endpoint: Any) -> None:
         TypeError: No ``str``.
         ValueError: No host and port, or a login in front of them.
     """
-    authority = split_uri(checks.text("S3 endpoint", endpoint)).authority
+    authority = split_uri(config.text("S3 endpoint", endpoint)).authority
     if "@" in authority:
         raise ValueError(
             "S3 endpoint: expected a host, got an at sign; keys are no part of it: pass s3_access_key_id and "

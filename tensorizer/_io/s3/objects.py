@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
 from tensorizer._io.call_options import CallOptions
-from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
+from tensorizer._io.http_options import CAInfo
 from tensorizer._io.s3.access import (
     READ_ENDPOINT,
     WRITE_ENDPOINT,

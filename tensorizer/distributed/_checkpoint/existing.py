@@ -14,7 +14,7 @@ from tensorizer._files.verify import Mismatch, VerifyReport
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._io.call_options import CallOptions
 from tensorizer._progress import progress_reporter
-from tensorizer._system.checks import thread_limit
+from tensorizer._system.config import thread_limit
 from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, saved_parts
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name

@@ -23,7 +23,7 @@ from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._keys import check_decryption
 from tensorizer._load.digests import verification
 from tensorizer._signing import PublicKeyArgument
-from tensorizer._system.checks import thread_limit
+from tensorizer._system.config import thread_limit
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.distributed._boxes import box_at, check_cover, check_described, slices_of

@@ -27,7 +27,7 @@ from tensorizer._keys import check_encryption
 from tensorizer._save.records import Record
 from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
 from tensorizer._system import cuda_engine
-from tensorizer._system.checks import thread_limit
+from tensorizer._system.config import thread_limit
 from tensorizer.distributed._boxes import check_described
 from tensorizer.distributed._checkpoint import arrays, parts
 from tensorizer.distributed._checkpoint import marker as markers
