@@ -42,7 +42,7 @@ _INDEX_NAME = r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z"
 _FILE_NAME = r"\.(safetensors|tensors)\Z"
 
 # Requests to one store at the same time.
-_ASKED_TOGETHER = 16
+_ASKED_TOGETHER = 64
 
 Found = TypeVar("Found")
 

@@ -209,9 +209,9 @@ def open_source(file_obj: Any, options: CallOptions = PLAIN) -> OpenedSource:
     scheme = scheme_of(file_obj)
     if scheme is not None:
         stream = OPENERS.get(scheme, _open_other)(file_obj, "rb", options)
-        offered = getattr(stream, "_tensorizer_source", None)  # of streams of ours, which need no check
-        if offered is not None and options.stream.begin is None:
-            opened = OpenedSource(offered(), 0, stream, stream.close)
+        source_of = getattr(stream, "_tensorizer_source", None)  # of streams of ours, which need no check
+        if source_of is not None and options.stream.begin is None:
+            opened = OpenedSource(source_of(), 0, stream, stream.close)
         else:
             opened = _open_object(stream)
 

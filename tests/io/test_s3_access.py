@@ -15,7 +15,7 @@ import torch
 import tensorizer
 from tensorizer import stream_io
 from tensorizer._io.call_options import StreamOptions
-from tensorizer._io.s3 import access, objects
+from tensorizer._io.s3 import access
 from tensorizer._io.s3.access import S3Location, S3Options, parse_s3_uri
 from tensorizer.torch_compat import tensorizer_saving
 
@@ -52,7 +52,7 @@ def resolved(write=False, location=LOCATION, **arguments):
 
 
 def url_of(uri="s3://bucket/some/key", **settings):
-    return objects._signed(resolved(**settings), parse_s3_uri(uri), {}).url
+    return resolved(**settings).signed(parse_s3_uri(uri), {}).url
 
 
 def host_of(url):

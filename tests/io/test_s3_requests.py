@@ -25,7 +25,7 @@ from servers.s3_recorder import S3Recorder
 
 import tensorizer
 from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, stream_io
-from tensorizer._io import http_options as certificates
+from tensorizer._io import http_options
 from tensorizer._io.call_options import CallOptions
 from tensorizer._io.s3.client import s3_code
 from tensorizer._io.s3.objects import S3Prefix
@@ -163,10 +163,10 @@ def test_an_object_of_another_kind_is_told_what_it_is(store, data, words):
 def test_only_uploads_over_https_need_certificates(store, monkeypatch):
     for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(certificates, "_found", None)
+    monkeypatch.setattr(http_options, "_found", None)
     nothing = ssl.get_default_verify_paths()._replace(cafile=None, capath=None)  # a machine that has none
     monkeypatch.setattr(ssl, "get_default_verify_paths", lambda: nothing)
-    monkeypatch.setattr(certificates, "_of_certifi", lambda: None)
+    monkeypatch.setattr(http_options, "_of_certifi", lambda: None)
     expected = state()
     save(store, expected)
     loads(store, expected)

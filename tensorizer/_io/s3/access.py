@@ -404,7 +404,7 @@ class S3Access:
         http = options.http_options or HTTPOptions()
         return http._native(headers, options.certificate_handling, secure=self.is_secure)
 
-    def signed(self, location: S3Location, extra: Mapping[str, Any]) -> SignedRequest:
+    def signed(self, location: S3Location, extra: Mapping[str, Any]) -> SignedRead:
         """The request for an object, good for 24 to 48 hours; plain where there are no credentials.
 
         Raises:
@@ -412,10 +412,13 @@ class S3Access:
         """
         from botocore.exceptions import NoCredentialsError
 
+        name, seconds = self.describe(location), url_seconds()
         try:
-            return presign(self.client, "get_object", {**location.params, **extra}, url_seconds())
+            request = presign(self.client, "get_object", {**location.params, **extra}, seconds)
         except NoCredentialsError as error:
-            raise translated(error, "read", self.describe(location)) from error
+            raise translated(error, "read", name) from error
+        lifetime = _CHANGING_SECONDS if self.refreshes else max(60.0, seconds - _RENEW_SECONDS)
+        return SignedRead(request.url, request.headers, _SESSION_SECONDS if location.is_express else lifetime, name)
 
     @property
     def trust_of_parts(self) -> Optional[CAInfo]:
@@ -508,6 +511,7 @@ def explicit_access(
     endpoint: Optional[str],
     region_name: Optional[str],
     signature_version: Optional[str],
+    certificate_handling: Optional[CAInfo] = None,
     *,
     write: bool,
 ) -> S3Access:
@@ -517,6 +521,7 @@ def explicit_access(
         secret_access_key=secret_access_key,
         region_name=region_name,
         signature_version=signature_version,
+        certificate_handling=certificate_handling,
     )
     if endpoint and "://" not in endpoint:
         endpoint = "https://" + endpoint
@@ -619,6 +624,23 @@ def _access(
 # --- presigned requests: their URLs, and the headers that were signed with them -------------------------------------
 
 _DAY = 86400
+# Presigned URLs are replaced this long before they expire.
+_RENEW_SECONDS = 3600.0
+# Signatures of credentials that change are worth no more than the credentials; those of S3 Express end after 300 s.
+_CHANGING_SECONDS = 300.0
+_SESSION_SECONDS = 60.0
+
+
+class SignedRead(NamedTuple):
+    """The request for an object, for how many seconds it is used, and what messages call the object."""
+
+    url: str
+    headers: dict[str, str]
+    seconds: float
+    name: str
+
+    def __repr__(self) -> str:
+        return f"SignedRead({self.name!r})"
 
 
 def url_seconds() -> int:

@@ -19,12 +19,12 @@ from tensorizer._io.s3.access import (
     S3Access,
     S3Location,
     S3Options,
+    SignedRead,
     check_names,
     explicit_access,
     named_endpoint,
     parse_s3_uri,
     store_of,
-    url_seconds,
 )
 from tensorizer._io.s3.client import NO_CREDENTIALS, s3_code, translated
 from tensorizer._io.upload_on_close import UploadOnClose
@@ -34,13 +34,6 @@ from tensorizer.errors import StreamError
 if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.node_cache import Cache, CachedObject
-
-# Presigned URLs are replaced this long before they expire.
-_RENEW_SECONDS = 3600.0
-# Signatures of credentials that change are worth no more than the credentials; those of S3 Express end after 300 s.
-_CHANGING_SECONDS = 300.0
-_SESSION_SECONDS = 60.0
-
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -80,25 +73,22 @@ def s3_download(
     """
     location = parse_s3_uri(path_uri)
     keys = s3_access_key_id, s3_secret_access_key
-    access = explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
-    options = S3Options(certificate_handling=certificate_handling)
-    return _open_signed(access, location, options, begin, end, buffer_size)
+    access = explicit_access(
+        location, *keys, s3_endpoint, s3_region_name, s3_signature_version, certificate_handling, write=False
+    )
+    return _open_signed(access, location, S3Options(), access.signed(location, {}), begin, end, buffer_size)
 
 
 def _open_signed(
     access: S3Access,
     location: S3Location,
     options: S3Options,
+    first: SignedRead,
     begin: Optional[int],
     end: Optional[int],
     buffer_size: Optional[int],
     cached: Optional[CachedObject] = None,
 ) -> CURLStreamFile:
-    extra = options.extra("get")
-    first = access.signed(location, extra)
-    lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, url_seconds() - _RENEW_SECONDS)
-    if location.is_express:
-        lifetime = _SESSION_SECONDS
     settings = access.reads_with(first.headers) if first.headers else access.reads
     try:
         return CURLStreamFile._opened(
@@ -107,9 +97,9 @@ def _open_signed(
             begin=begin,
             end=end,
             buffer_size=buffer_size,
-            url_provider=lambda: access.signed(location, extra).url,  # with the same headers
-            url_lifetime=lifetime,
-            display_name=access.describe(location),
+            url_provider=lambda: access.signed(location, options.extra("get")).url,  # with the same headers
+            url_lifetime=first.seconds,
+            display_name=first.name,
             cached=cached,
         )
     except StreamError as error:  # of a request that nobody signed, though the caller did not ask for that
@@ -131,10 +121,11 @@ def open_read(uri: str, call: CallOptions, cache: Optional[Cache] = None) -> Uni
     if cached is not None and cached.cache.offline:
         return cast(BinaryIO, cached.open_offline())
     options, access = store_of(location, call, write=False)
-    stream = call.stream
-    if options.extra("get"):
-        check_names(access.client, "get", options.extra("get"))
-    return _open_signed(access, location, options, stream.begin, stream.end, stream.buffer_size, cached)
+    stream, extra = call.stream, options.extra("get")
+    if extra:
+        check_names(access.client, "get", extra)
+    first = access.signed(location, extra)
+    return _open_signed(access, location, options, first, stream.begin, stream.end, stream.buffer_size, cached)
 
 
 def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[CachedObject]:
