@@ -29,7 +29,7 @@ constexpr uint64_t kShortNbytes = uint64_t{1} << 20;  // looked through in less 
 std::span<std::byte> span_of(const Memory& memory) {
   return {reinterpret_cast<std::byte*>(memory.first), memory.second};
 }
-Memory memory_of(const std::vector<std::byte>& bytes) {
+Memory memory_of(const sync::UnwrittenBytes& bytes) {
   return {reinterpret_cast<uint64_t>(bytes.data()), bytes.size()};
 }
 

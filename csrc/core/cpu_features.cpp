@@ -32,8 +32,10 @@ CpuFeatures ask() noexcept {
   if ((saved & kZmmState) != kZmmState) return found;
   found.avx512f = has(16);
   found.avx512bw = has(30);
+  found.avx512dq = has(17);
   found.avx512vl = has(31);
   found.avx512ifma = has(21);
+  found.avx512vbmi2 = ((ecx >> 6) & 1) != 0;
   return found;
 }
 

@@ -10,8 +10,10 @@ struct CpuFeatures {
   bool avx2 = false;
   bool avx512f = false;
   bool avx512bw = false;
+  bool avx512dq = false;
   bool avx512vl = false;
   bool avx512ifma = false;
+  bool avx512vbmi2 = false;
 };
 
 // All false on other architectures than x86-64.

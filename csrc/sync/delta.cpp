@@ -10,6 +10,7 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "sync/element_kernels.h"
 #include "sync/element_sum.h"
 #include "sync/leb128.h"
 #include "sync/pieces.h"
@@ -17,10 +18,9 @@
 namespace tensorizer::sync {
 namespace {
 
-constexpr uint64_t kComparedAtOnce = uint64_t{512} << 10;  // bytes: both copies stay in the cache
+constexpr uint64_t kComparedAtOnce = uint64_t{256} << 10;  // bytes: both copies stay in the cache
 constexpr uint64_t kPositionsAtOnce = uint64_t{1} << 14;
 constexpr uint64_t kElementsMerged = uint64_t{1} << 15;  // whose values fit into the cache
-constexpr uint64_t kBlock = 32;  // positions whose memory is asked for before it is needed
 
 // Bytes that grow at their end, a few at a time.
 class Grown {
@@ -100,15 +100,16 @@ class ChangesWriter {
 template <size_t kItemsize>
 void take_over(const Changes& piece, std::byte* to) {
   const std::byte *gap = piece.gaps.data(), *value = piece.values.data();
-  uint64_t number = piece.first;
-  for (uint64_t i = 0; i < piece.changed; ++i) {
-    if (i > 0) {
-      uint64_t skipped = 0;
-      gap = take_leb128(gap, skipped);
-      number += skipped + 1;
-    }
-    std::memcpy(to + number * kItemsize, value, kItemsize);
-    value += kItemsize;
+  const std::byte* const end = gap + piece.gaps.size();
+  std::memcpy(to + piece.first * kItemsize, value, kItemsize);
+  uint64_t next = piece.first + 1;
+  std::array<uint64_t, kBlock> numbers;
+  for (uint64_t left = piece.changed - 1; left > 0;) {
+    const std::span<uint64_t> block = std::span(numbers).first(std::min<uint64_t>(left, kBlock));
+    gap = take_numbers(gap, end, next, block);
+    for (const uint64_t number : block)
+      std::memcpy(to + number * kItemsize, value += kItemsize, kItemsize);
+    left -= block.size();
   }
 }
 
@@ -143,42 +144,22 @@ void join(Changes& piece, const Layout::Place& place, Delta& delta) {
   piece.values = {};
 }
 
-// Calls changed(i) for each element of [first, end) whose bytes differ, in ascending order.
-template <size_t kItemsize, class Changed>
-void for_differing(const std::byte* before, const std::byte* after, uint64_t first, uint64_t end,
-                   const Changed& changed) {
-  const auto compare_elements = [&](uint64_t from, uint64_t to) {
-    for (uint64_t i = from; i < to; ++i)
-      if (std::memcmp(before + i * kItemsize, after + i * kItemsize, kItemsize) != 0) changed(i);
-  };
-  // Most elements are as they were: blocks that did not change are passed over as words.
-  constexpr size_t kWords = 8;
-  constexpr uint64_t kElements = kWords * 8 / kItemsize;
-  uint64_t i = first;
-  for (; i + kElements <= end; i += kElements) {
-    const Element<kWords * 8> was(before + i * kItemsize), is(after + i * kItemsize);
-    uint64_t differing = 0;
-    for (size_t word = 0; word < kWords; ++word) differing |= was.words[word] ^ is.words[word];
-    if (differing == 0) continue;
-    if constexpr (kItemsize >= 8) {
-      compare_elements(i, i + kElements);
-    } else {
-      unsigned words = 0;
-      for (size_t word = 0; word < kWords; ++word)
-        words |= static_cast<unsigned>(was.words[word] != is.words[word]) << word;
-      for (; words != 0; words &= words - 1) {
-        const auto word = static_cast<size_t>(std::countr_zero(words));
-        uint64_t bits = was.words[word] ^ is.words[word];
-        while (bits != 0) {
-          const unsigned in_word = static_cast<unsigned>(std::countr_zero(bits)) / (8 * kItemsize);
-          changed(i + word * (8 / kItemsize) + in_word);
-          bits &= ~((~uint64_t{0} >> (64 - 8 * kItemsize)) << (8 * kItemsize * in_word));
-        }
-      }
-    }
+// Numbers of elements and the words of them, as kernels take them.
+template <size_t kItemsize>
+struct Block {
+  static constexpr size_t kWords = Element<kItemsize>::kWords;
+
+  // Takes the element at `from` as the i-th.
+  void take(size_t i, const std::byte* from) noexcept {
+    const Element<kItemsize> element(from);
+    for (size_t word = 0; word < kWords; ++word) words[word * kBlock + i] = element.words[word];
   }
-  compare_elements(i, end);
-}
+  uint64_t sum(const uint64_t* numbers, size_t n) const noexcept {
+    return element_kernel_here().sum(numbers, words.data(), kWords, n);
+  }
+
+  std::array<uint64_t, kWords * kBlock> words;
+};
 
 // A piece whose delta is longer than itself is counted, but neither kept nor taken over: most
 // tensors with such pieces are written whole.
@@ -194,15 +175,28 @@ void compare(const Copies& copies, uint64_t first, uint64_t end, bool keep_all, 
       std::make_unique_for_overwrite<std::byte[]>(kComparedAtOnce * 3 + kComparedAtOnce);
   std::byte *gap = room.get(), *value = room.get() + kGapsNbytes;
   uint64_t next = first, sum_change = 0;
-  for_differing<kItemsize>(before, after, first, end, [&](uint64_t i) {
-    const Element<kItemsize> was(before + i * kItemsize), is(after + i * kItemsize);
-    const uint64_t number = mixed_number(i);
-    sum_change += mixed(number, is) - mixed(number, was);
-    gap = put_leb128(gap, i - next);
-    next = i + 1;
-    std::memcpy(value, after + i * kItemsize, kItemsize);
-    value += kItemsize;
-  });
+  constexpr uint64_t kAtOnce = kComparedByKernel / kItemsize;
+  std::array<uint16_t, kAtOnce + kSparePlaces> places;
+  std::array<uint64_t, kBlock> numbers;
+  Block<kItemsize> was, is;
+  for (uint64_t begin = first; begin < end; begin += kAtOnce) {
+    const size_t found =
+        element_kernel_here().differing(before + begin * kItemsize, after + begin * kItemsize,
+                                        std::min(kAtOnce, end - begin), kItemsize, places.data());
+    for (size_t done = 0; done < found; done += kBlock) {
+      const size_t n = std::min(found - done, kBlock);
+      for (size_t i = 0; i < n; ++i) {
+        const uint64_t number = numbers[i] = begin + places[done + i];
+        was.take(i, before + number * kItemsize);
+        is.take(i, after + number * kItemsize);
+        gap = put_leb128(gap, number - next);
+        next = number + 1;
+        std::memcpy(value, after + number * kItemsize, kItemsize);
+        value += kItemsize;
+      }
+      sum_change += is.sum(numbers.data(), n) - was.sum(numbers.data(), n);
+    }
+  }
   changes.changed = static_cast<uint64_t>(value - (room.get() + kGapsNbytes)) / kItemsize;
   changes.sum_change = sum_change;
   if (changes.changed == 0) return;
@@ -222,34 +216,52 @@ void compare(const Copies& copies, uint64_t first, uint64_t end, bool keep_all, 
   take_over<kItemsize>(changes, before);
 }
 
-// Calls visit(number, index) for the positions of a piece, each after announce(number): a block of
-// them is announced before the one before it is visited.
+// Calls visit(numbers, index) for the positions of a piece, in blocks, index being that of the
+// first of a block. announce(numbers) is called before the block in front of it is visited, so that
+// memory can be asked for that is needed later.
 template <class Announce, class Visit>
 void for_positions(const CheckedDelta& delta, size_t piece, const Announce& announce,
                    const Visit& visit) {
+  using Numbers = std::span<const uint64_t>;
   const CheckedDelta::Mark begin = delta.marks()[piece], end = delta.marks()[piece + 1];
   std::array<std::array<uint64_t, kBlock>, 2> blocks;
   const std::byte* from = delta.positions().data() + begin.offset;
-  uint64_t next = begin.next, index = begin.index;
-  const auto read = [&](std::array<uint64_t, kBlock>& block, uint64_t at) {
-    const uint64_t n = std::min(kBlock, end.index - at);
-    for (uint64_t i = 0; i < n; ++i) {
-      uint64_t gap = 0;
-      from = take_leb128(from, gap);
-      block[i] = next + gap;
-      announce(block[i]);
-      next = block[i] + 1;
-    }
-    return n;
+  const std::byte* const last = delta.positions().data() + delta.positions().size();
+  uint64_t next = begin.next;
+  const auto read = [&](std::array<uint64_t, kBlock>& block, uint64_t index) {
+    const auto numbers = std::span(block).first(std::min<uint64_t>(kBlock, end.index - index));
+    from = take_numbers(from, last, next, numbers);
+    announce(Numbers(numbers));
+    return numbers.size();
   };
-  uint64_t n = read(blocks[0], index);
+  uint64_t index = begin.index;
+  size_t n = read(blocks[0], index);
   for (size_t current = 0; n > 0; current ^= 1) {
-    const uint64_t following = read(blocks[current ^ 1], index + n);
-    for (uint64_t i = 0; i < n; ++i) visit(blocks[current][i], index + i);
+    const size_t following = read(blocks[current ^ 1], index + n);
+    visit(Numbers(blocks[current]).first(n), index);
     index += n;
     n = following;
   }
 }
+
+// Asks for the memory of some elements: line by line where they are many in each, so that no line
+// is asked for twice.
+template <size_t kItemsize, int kForWriting>
+void ask_for(const std::byte* tensor, std::span<const uint64_t> numbers) noexcept {
+  if (numbers.empty()) return;
+  constexpr uint64_t kLine = 64;
+  const std::byte* const first = tensor + numbers.front() * kItemsize;
+  const std::byte* const last = tensor + numbers.back() * kItemsize;
+  if (static_cast<uint64_t>(last - first) < numbers.size() * kLine) {
+    for (const std::byte* line = first; line < last + kLine; line += kLine)
+      __builtin_prefetch(line, kForWriting);
+  } else {
+    for (const uint64_t number : numbers)
+      __builtin_prefetch(tensor + number * kItemsize, kForWriting);
+  }
+}
+
+constexpr auto announce_nothing = [](std::span<const uint64_t>) {};
 
 std::vector<PieceOf> pieces_of(std::span<const Change> changes) {
   return all_pieces(changes.size(), [&](size_t i) { return changes[i].delta->marks().size() - 1; });
@@ -352,12 +364,14 @@ CheckedDelta::CheckedDelta(const StoredDelta& stored, unsigned workers, const st
     std::vector<uint64_t> sums(marks_.size() - 1);
     for_each_index(sums.size(), workers, stop, [&](size_t piece, const std::stop_token&) {
       uint64_t sum = 0;
-      for_positions(
-          *this, piece, [](uint64_t) {},
-          [&](uint64_t number, uint64_t index) {
-            sum +=
-                mixed(mixed_number(number), Element<kItemsize>(values_.data() + index * kItemsize));
-          });
+      Block<kItemsize> block;
+      for_positions(*this, piece, announce_nothing,
+                    [&](std::span<const uint64_t> numbers, uint64_t index) {
+                      const std::byte* const values = values_.data() + index * kItemsize;
+                      for (size_t i = 0; i < numbers.size(); ++i)
+                        block.take(i, values + i * kItemsize);
+                      sum += block.sum(numbers.data(), numbers.size());
+                    });
       sums[piece] = sum;
     });
     for (const uint64_t sum : sums) sum_of_values_ += sum;
@@ -454,11 +468,14 @@ std::vector<uint64_t> sum_changes(std::span<const Change> changes, unsigned work
     const std::byte* const from = change.tensor.bytes.data();
     with_itemsize(change.delta->itemsize(), [&]<size_t kItemsize>() {
       uint64_t sum = 0;
+      Block<kItemsize> block;
       for_positions(
           *change.delta, at.piece,
-          [&](uint64_t number) { __builtin_prefetch(from + number * kItemsize); },
-          [&](uint64_t number, uint64_t) {
-            sum += mixed(mixed_number(number), Element<kItemsize>(from + number * kItemsize));
+          [&](std::span<const uint64_t> numbers) { ask_for<kItemsize, 0>(from, numbers); },
+          [&](std::span<const uint64_t> numbers, uint64_t) {
+            for (size_t k = 0; k < numbers.size(); ++k)
+              block.take(k, from + numbers[k] * kItemsize);
+            sum += block.sum(numbers.data(), numbers.size());
           });
       before[i] = sum;
     });
@@ -477,9 +494,13 @@ void write(std::span<const Change> changes, unsigned workers, const std::stop_to
     with_itemsize(change.delta->itemsize(), [&]<size_t kItemsize>() {
       for_positions(
           *change.delta, at.piece,
-          [&](uint64_t number) { __builtin_prefetch(to + number * kItemsize, 1); },
-          [&](uint64_t number, uint64_t index) {
-            std::memcpy(to + number * kItemsize, values + index * kItemsize, kItemsize);
+          [&](std::span<const uint64_t> numbers) { ask_for<kItemsize, 1>(to, numbers); },
+          [&](std::span<const uint64_t> numbers, uint64_t index) {
+            const std::byte* value = values + index * kItemsize;
+            for (const uint64_t number : numbers) {
+              std::memcpy(to + number * kItemsize, value, kItemsize);
+              value += kItemsize;
+            }
           });
     });
   });
@@ -489,11 +510,12 @@ void decode(const CheckedDelta& delta, uint64_t first, std::span<int64_t> number
   const uint64_t end = first + numbers.size();
   for (size_t piece = first / kPositionsAtOnce;
        piece + 1 < delta.marks().size() && delta.marks()[piece].index < end; ++piece)
-    for_positions(
-        delta, piece, [](uint64_t) {},
-        [&](uint64_t number, uint64_t index) {
-          if (index >= first && index < end) numbers[index - first] = static_cast<int64_t>(number);
-        });
+    for_positions(delta, piece, announce_nothing,
+                  [&](std::span<const uint64_t> block, uint64_t index) {
+                    for (size_t i = 0; i < block.size(); ++i, ++index)
+                      if (index >= first && index < end)
+                        numbers[index - first] = static_cast<int64_t>(block[i]);
+                  });
 }
 
 uint64_t sum_of(std::span<const int64_t> numbers, Bytes values, size_t itemsize) {

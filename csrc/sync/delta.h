@@ -8,10 +8,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <optional>
 #include <span>
 #include <stop_token>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace tensorizer::sync {
@@ -26,10 +29,28 @@ struct Tensor {
   uint64_t count() const noexcept { return bytes.size() / itemsize; }
 };
 
+// Leaves the bytes of a vector that grows as they are: several threads write each of them anyway.
+template <class T>
+struct Unwritten : std::allocator<T> {
+  template <class U>
+  struct rebind {
+    using other = Unwritten<U>;
+  };
+  template <class U>
+  void construct(U* at) noexcept {
+    ::new (static_cast<void*>(at)) U;
+  }
+  template <class U, class... Args>
+  void construct(U* at, Args&&... args) {
+    std::construct_at(at, std::forward<Args>(args)...);
+  }
+};
+using UnwrittenBytes = std::vector<std::byte, Unwritten<std::byte>>;
+
 // A delta as it is stored.
 struct Delta {
-  std::vector<std::byte> positions;
-  std::vector<std::byte> values;
+  UnwrittenBytes positions;
+  UnwrittenBytes values;
 };
 
 struct Difference {

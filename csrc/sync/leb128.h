@@ -2,9 +2,16 @@
 // another byte follows. Pure.
 #pragma once
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <cstring>
+#include <span>
 
 namespace tensorizer::sync {
 
@@ -28,6 +35,61 @@ inline const std::byte* take_leb128(const std::byte* from, uint64_t& value) noex
   for (unsigned shift = 7; (*from++ & std::byte{0x80}) != std::byte{0}; shift += 7)
     taken |= (static_cast<uint64_t>(*from) & 0x7F) << shift;
   value = taken;
+  return from;
+}
+
+// Reads as many gaps as there is room for, as numbers: each gap leads from `next` to a number, and
+// `next` becomes the one behind it. Of bytes that were checked, and that go on to `end`. Returns
+// where the gap that follows begins.
+inline const std::byte* take_numbers(const std::byte* from, const std::byte* end, uint64_t& next,
+                                     std::span<uint64_t> numbers) noexcept {
+  uint64_t number = next;
+  size_t i = 0;
+#if defined(__x86_64__)
+  // 64 bytes at a time. Bit b of `ends` is set where byte b is the last one of a gap: no branch
+  // depends on whether a gap has one byte or two.
+  constexpr ptrdiff_t kAtOnce = 64;
+  while (i < numbers.size() && end - from >= kAtOnce + 8) {
+    uint64_t goes_on = 0;
+    for (int part = 0; part < 4; ++part) {
+      const __m128i bytes =
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + ptrdiff_t{part} * 16));
+      goes_on |= static_cast<uint64_t>(static_cast<unsigned>(_mm_movemask_epi8(bytes)))
+                 << (16 * part);
+    }
+    if (goes_on == 0 && numbers.size() - i >= kAtOnce) {
+      for (ptrdiff_t k = 0; k < kAtOnce; ++k) {
+        number += static_cast<uint64_t>(from[k]);
+        numbers[i + static_cast<size_t>(k)] = number++;
+      }
+      from += kAtOnce;
+      i += kAtOnce;
+      continue;
+    }
+    uint64_t ends = ~goes_on;
+    const size_t n = std::min(static_cast<size_t>(std::popcount(ends)), numbers.size() - i);
+    if (n == 0) break;
+    ptrdiff_t begin = 0;
+    for (size_t k = 0; k < n; ++k, ends &= ends - 1) {
+      const ptrdiff_t last = std::countr_zero(ends);
+      uint64_t bytes = 0;
+      std::memcpy(&bytes, from + begin, sizeof bytes);
+      uint64_t gap = (bytes & 0x7F) | (bytes >> 1 & 0x3F80 & (uint64_t{0} - (last != begin)));
+      if (last - begin > 1) take_leb128(from + begin, gap);
+      begin = last + 1;
+      number += gap;
+      numbers[i++] = number++;
+    }
+    from += begin;
+  }
+#endif
+  for (; i < numbers.size(); ++i) {
+    uint64_t gap = 0;
+    from = take_leb128(from, gap);
+    number += gap;
+    numbers[i] = number++;
+  }
+  next = number;
   return from;
 }
 

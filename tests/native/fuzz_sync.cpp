@@ -1,5 +1,6 @@
 // Input: the size of elements, how many a tensor has, then positions; values follow from these.
 // What is accepted must be ascending numbers below the count, and the shortest form of them.
+#include <algorithm>
 #include <vector>
 
 #include "core/error.h"
@@ -36,7 +37,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const CheckedDelta* const both[] = {&delta, &delta};
     if (count < (uint64_t{1} << 20)) {
       const Delta once = merged(both, 2, {});
-      FUZZ_CHECK(once.positions == again && once.values == values);
+      FUZZ_CHECK(std::ranges::equal(once.positions, again));
+      FUZZ_CHECK(std::ranges::equal(once.values, values));
       std::vector<std::byte> tensor(count * itemsize);
       const Change change{{tensor, itemsize}, &delta};
       write({&change, 1}, 2, {});

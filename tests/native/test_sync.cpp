@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "sync/delta.h"
+#include "sync/element_kernels.h"
 #include "sync/element_sum.h"
 #include "sync/leb128.h"
 
@@ -22,6 +23,11 @@ Vector bytes_of(std::initializer_list<int> values) {
   Vector made;
   for (const int value : values) made.push_back(static_cast<std::byte>(value));
   return made;
+}
+
+UnwrittenBytes stored(std::initializer_list<int> values) {
+  const Vector made = bytes_of(values);
+  return {made.begin(), made.end()};
 }
 
 class Random {
@@ -221,8 +227,8 @@ TEST(Sync, ADeltaOfAsManyBytesAsTheTensorIsNotTheWholeTensor) {
   const Copies copies{{before, 1}, after};
   const Difference found = take_differences({&copies, 1}, 1, {})[0];
   ASSERT_TRUE(found.delta.has_value());
-  EXPECT_EQ(found.delta->positions, bytes_of({0, 1}));
-  EXPECT_EQ(found.delta->values, bytes_of({1, 1}));
+  EXPECT_EQ(found.delta->positions, stored({0, 1}));
+  EXPECT_EQ(found.delta->values, stored({1, 1}));
 }
 
 TEST(Sync, TensorsOfACallAreComparedEachForItself) {
@@ -233,8 +239,8 @@ TEST(Sync, TensorsOfACallAreComparedEachForItself) {
   const Copies copies[] = {{{one, 2}, one_now}, {{same, 1}, same_now}, {{none, 8}, none_now}};
   const std::vector<Difference> found = take_differences(copies, 2, {});
   EXPECT_EQ(found[0].changed, 1u);
-  EXPECT_EQ(found[0].delta->positions, bytes_of({4}));
-  EXPECT_EQ(found[0].delta->values, bytes_of({0, 5}));
+  EXPECT_EQ(found[0].delta->positions, stored({4}));
+  EXPECT_EQ(found[0].delta->values, stored({0, 5}));
   for (const size_t i : {1, 2}) {
     EXPECT_EQ(found[i].changed, 0u);
     EXPECT_EQ(found[i].sum_change, 0u);
@@ -286,6 +292,69 @@ TEST(Sync, EachPositionHasAValue) {
   EXPECT_NE(refusal(bytes_of({1, 1}), bytes_of({1}), 10), "");
   EXPECT_NE(refusal(bytes_of({1}), bytes_of({1, 2}), 10), "");
   EXPECT_EQ(refusal({}, {}, 10), "");
+}
+
+TEST(Sync, EveryKernelFindsTheSameSumsAndDifferences) {
+  Random random(11);
+  const ElementKernel& plain = compiled_element_kernels().back();
+  for (const ElementKernel& kernel : compiled_element_kernels()) {
+    if (!kernel.usable()) continue;
+    for (size_t n = 0; n <= kBlock; ++n) {
+      std::vector<uint64_t> numbers(n), words(2 * kBlock);
+      for (uint64_t& number : numbers) number = random.below(uint64_t{1} << 40);
+      for (uint64_t& word : words) word = random.below(~uint64_t{0});
+      for (const size_t nwords : {1, 2})
+        EXPECT_EQ(kernel.sum(numbers.data(), words.data(), nwords, n),
+                  plain.sum(numbers.data(), words.data(), nwords, n))
+            << kernel.name;
+    }
+    for (const size_t itemsize : {1, 2, 4, 8, 16}) {
+      for (const uint64_t one_in : {1, 3, 40, 1000}) {
+        for (const size_t shorter : {0, 1, 37}) {
+          const size_t count = kComparedByKernel / itemsize - shorter;
+          const Vector before = random.bytes(count * itemsize);
+          Vector after = before;
+          std::vector<uint16_t> expected;
+          for (size_t i = 0; i < count; ++i) {
+            if (random.below(one_in) != 0) continue;
+            after[i * itemsize + random.below(itemsize)] ^= std::byte{0x80};
+            expected.push_back(static_cast<uint16_t>(i));
+          }
+          std::vector<uint16_t> places(count + kSparePlaces);
+          places.resize(
+              kernel.differing(before.data(), after.data(), count, itemsize, places.data()));
+          EXPECT_EQ(places, expected) << kernel.name << ", " << itemsize;
+        }
+      }
+    }
+  }
+}
+
+TEST(Sync, GapsOfAnyLengthLeadToTheirNumbers) {
+  Random random(13);
+  for (const unsigned most_bits : {1, 7, 8, 14, 16, 40}) {
+    std::vector<uint64_t> expected;
+    Vector bytes(1000 * kMaxLeb128);
+    std::byte* to = bytes.data();
+    uint64_t next = 3;
+    for (int i = 0; i < 1000; ++i) {
+      const uint64_t gap = random.below(uint64_t{1} << most_bits);
+      to = put_leb128(to, gap);
+      expected.push_back(next + gap);
+      next = expected.back() + 1;
+    }
+    for (const size_t at_once : {1, 63, 128, 1000}) {
+      std::vector<uint64_t> numbers(1000);
+      const std::byte* from = bytes.data();
+      uint64_t behind = 3;
+      for (size_t i = 0; i < numbers.size(); i += at_once)
+        from = take_numbers(from, to, behind,
+                            std::span(numbers).subspan(i, std::min(at_once, 1000 - i)));
+      EXPECT_EQ(numbers, expected);
+      EXPECT_EQ(behind, next);
+      EXPECT_EQ(from, to);
+    }
+  }
 }
 
 TEST(Sync, NumbersOfAnyLengthComeBackFromTheirBytes) {
