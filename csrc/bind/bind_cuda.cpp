@@ -1,17 +1,22 @@
 // CUDA devices as Python sees them: an engine per load or save, and the pinned memory of the
 // process.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "core/error.h"
+#include "core/threads.h"
 #include "device/cuda/cuda_copy.h"
+#include "device/fetch_to_host.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -71,6 +76,20 @@ std::string why_not_opened(cuda::CudaCopyEngine& engine) {
   return why;
 }
 
+// (address on the device, address on the host, bytes) of each tensor.
+void fetch_to_host(const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& tensors,
+                   CopyEngine& engine) {
+  std::vector<device::HostCopy> copies;
+  copies.reserve(tensors.size());
+  for (const auto& [from, to, nbytes] : tensors)
+    copies.push_back(
+        {reinterpret_cast<std::byte*>(from), reinterpret_cast<std::byte*>(to), nbytes});
+  engine.order_after_caller();
+  run_interruptible(Where::helper_thread, [&](const std::stop_token& stop) {
+    device::fetch_to_host(copies, engine, cpu_quota(), stop);
+  });
+}
+
 py::dict pinned_status(int device) {
   const cuda::PinnedStatus status = cuda::pinned_status(device);
   py::dict result;
@@ -95,6 +114,7 @@ void register_cuda(py::module_& m) {
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
            py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false)
       .def("why_not_opened", &why_not_opened);
+  m.def("fetch_to_host", &fetch_to_host, py::arg("tensors"), py::arg("engine"));
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def(

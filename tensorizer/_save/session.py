@@ -15,6 +15,7 @@ from tensorizer._io.sinks import open_sink
 from tensorizer._keys import check_encryption, encryption_key
 from tensorizer._save.records import Record, Tie
 from tensorizer._system import cuda_engine
+from tensorizer._system.devices import empty, ordinary_tensors
 from tensorizer._system.sizes import runs
 
 HASH_NAMES = ("crc32", "sha256")
@@ -61,14 +62,18 @@ def check_metadata(metadata: Any) -> dict[str, str]:
 # --- payloads -------------------------------------------------------------------------------------------------------
 
 
-def batches_to_copy(records: Sequence[Record], frees: bool = False) -> Iterator[Sequence[Record]]:
+def batches_to_copy(
+    records: Sequence[Record], frees: bool = False, to_host: bool = False
+) -> Iterator[Sequence[Record]]:
     """Splits tensors into batches of one device whose copies fit the budget together.
 
-    If writing `frees` the tensors, those that need no copy count, too, so that memory becomes free in steps.
+    If writing `frees` the tensors, those that need no copy count, too, so that memory becomes free in steps. If they go
+    `to_host`, all tensors of devices are copied.
     """
 
     def nbytes(record: Record) -> int:
-        return record.nbytes if frees or is_copied(record.source, on_fast_device(record.source)) else 0
+        stays = not to_host and on_fast_device(record.source)
+        return record.nbytes if frees or is_copied(record.source, stays) else 0
 
     return runs(records, nbytes, _COPY_BUDGET_NBYTES, lambda record: record.source.device)
 
@@ -92,6 +97,19 @@ def write_tensors(session: _C.SaveSession, tensors: Sequence[torch.Tensor], prog
     data = [contiguous(tensor, on_device=fast) for tensor in tensors]  # keeps the copies alive until the call returns
     engine = cuda_engine.engine_for(tensors[0].device) if fast else None
     session.write_payloads([memory_of(tensor) for tensor in data], engine=engine, progress=progress)
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous data of tensors of one device in host memory; that of CUDA devices comes through the pinned slots."""
+    fast = on_fast_device(tensors[0])
+    data = [contiguous(tensor, on_device=fast) for tensor in tensors]
+    if not fast:
+        return data
+    with ordinary_tensors():
+        copies = [empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in data]
+    moves = [(tensor.data_ptr(), *memory_of(copy)) for tensor, copy in zip(data, copies)]
+    _C.fetch_to_host(moves, cuda_engine.engine_for(tensors[0].device))
+    return copies
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
