@@ -15,7 +15,7 @@ from tensorizer._load.open_file import OpenFile, ReadOptions, open_file
 from tensorizer._load.open_index import file_error, open_index, tensor_error
 from tensorizer._save.records import Record
 from tensorizer._save.session import memory_of, tensors_file
-from tensorizer._sync.forms import Form, form_of_anchor, order, state_of, sums_of
+from tensorizer._sync.forms import Form, order, state_of, sums_of
 from tensorizer._sync.pointer import KEYS, Pointer, anchor_name, delta_name
 from tensorizer._sync.stores import Store
 from tensorizer.errors import FormatError, HashMismatchError
@@ -302,9 +302,3 @@ def _one(name: str, parts: Sequence[Pair], form: Form) -> Pair:
     delta = _C.merge_deltas([part.delta for part in parts])
     checked = _C.CheckedDelta(delta.positions, delta.values, form.numel(name), form.tensors[name][0].itemsize, name)
     return Pair(checked, delta)
-
-
-def read_anchor_form(version: int, pointer: Pointer, store: Store, access: CallOptions) -> tuple[Form, dict[str, str]]:
-    """The form of the tensors of an anchor, and the publisher's metadata; no tensor is read."""
-    with checked_file(anchor_name(version), version, pointer, store, access) as file:
-        return form_of_anchor(file), user_metadata(file)

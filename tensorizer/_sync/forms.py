@@ -68,7 +68,9 @@ def tensors_of(source: Any, argument: str) -> dict[str, torch.Tensor]:
             raise TypeError(f"{argument}: expected names of type str, got {type(name).__name__}")
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument}: {name!r:.200}: expected a tensor, got {type(tensor).__name__}")
-    return {name: found[name].detach() for name in sorted(found, key=order)}
+    return {
+        name: found[name].detach() if found[name].requires_grad else found[name] for name in sorted(found, key=order)
+    }
 
 
 def form_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Form:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer._io.sources import json_content
-from tensorizer.errors import FormatError
+from tensorizer._load.open_index import file_error
 
 POINTER_NAME = "latest.json"
 
@@ -21,6 +21,7 @@ KEYS = frozenset({"weight_sync", "run", "version", "state", "base", "base_state"
 _FILE_NAME = re.compile(r"(anchor|delta)-([0-9]{12})\.tensors")
 _RUN = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_VERSION = re.compile(r"0|[1-9][0-9]{0,11}")
 
 
 def anchor_name(version: int) -> str:
@@ -123,30 +124,24 @@ def read_pointer(name: str, content: bytes) -> Pointer:
         FormatError: It is damaged, or contradicts itself.
     """
     try:
-        values = json_content(name, content)
+        values = json_content(POINTER_NAME, content)
         if values.get("weight_sync") != 1:
             raise ValueError(f"expected 'weight_sync' 1, got {values.get('weight_sync')!r:.100}")
+        digests = _of_kind(values, "index_digest", dict)
+        states = _of_kind(values, "states", dict)
         pointer = Pointer(
-            run=_text(values, "run", _RUN),
-            version=_version(values["version"]),
+            run=_text("run", values["run"], _RUN),
+            version=_number("version", values["version"]),
             anchors=_versions(values, "anchors"),
             deltas=_versions(values, "deltas"),
-            nbytes={file: _version(n, 1 << 63) for file, n in _mapping(values, "nbytes").items()},
-            index_digest={
-                file: _text({"index_digest": digest}, "index_digest", _DIGEST)
-                for file, digest in _mapping(values, "index_digest").items()
-            },
-            states={
-                _version_text(version): _text({"states": state}, "states", _DIGEST)
-                for version, state in _mapping(values, "states").items()
-            },
+            nbytes={file: _number("nbytes", n, 1 << 63) for file, n in _of_kind(values, "nbytes", dict).items()},
+            index_digest={file: _text("index_digest", digest, _DIGEST) for file, digest in digests.items()},
+            states={int(_text("states", v, _VERSION)): _text("states", state, _DIGEST) for v, state in states.items()},
         )
         _check(pointer, values)
-    except (KeyError, TypeError, ValueError) as error:
-        missing = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        told = FormatError(missing if missing.startswith(name) else f"{name}: {missing}")
-        told.source = name
-        raise told from None
+    except (KeyError, ValueError) as error:
+        problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise file_error(name, problem) from None
     return pointer
 
 
@@ -154,48 +149,38 @@ def _check(pointer: Pointer, values: Mapping[str, Any]) -> None:
     versions = {*pointer.anchors, *pointer.deltas}
     if not pointer.anchors or max(versions) != pointer.version:
         raise ValueError(f"expected the newest of its versions to be {pointer.version}, got {sorted(versions)[-1:]}")
-    for what, known in (("nbytes", pointer.nbytes), ("index_digest", pointer.index_digest)):
-        lacking = [file for file in pointer.files if file not in known]
+    for key, found, wanted in (
+        ("nbytes", pointer.nbytes, pointer.files),
+        ("index_digest", pointer.index_digest, pointer.files),
+        ("states", pointer.states, sorted(versions)),
+    ):
+        lacking = [one for one in wanted if one not in found]
         if lacking:
-            raise ValueError(f"{what!r} lacks {lacking[0]}")
-    lacking_states = [version for version in sorted(versions) if version not in pointer.states]
-    if lacking_states:
-        raise ValueError(f"'states' lacks version {lacking_states[0]}")
+            raise ValueError(f"{key!r} lacks {lacking[0]}")
     if values["state"] != pointer.states[pointer.version]:
         raise ValueError(f"'state' is not that of version {pointer.version} in 'states'")
 
 
-def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values[key]
-    if not isinstance(found, dict):
-        raise TypeError(f"{key!r}: expected an object, got {type(found).__name__}")
-    return found
+def _of_kind(values: Mapping[str, Any], key: str, kind: type) -> Any:
+    if not isinstance(values[key], kind):
+        raise ValueError(f"{key!r}: expected a {kind.__name__}, got a {type(values[key]).__name__}")
+    return values[key]
 
 
-def _text(values: Mapping[str, Any], key: str, form: re.Pattern[str]) -> str:
-    found = values[key]
+def _text(key: str, found: Any, form: re.Pattern[str]) -> str:
     if not isinstance(found, str) or form.fullmatch(found) is None:
         raise ValueError(f"{key!r}: expected {form.pattern}, got {found!r:.100}")
     return found
 
 
-def _version(value: Any, end: int = END_OF_VERSIONS) -> int:
-    if type(value) is not int or not 0 <= value < end:
-        raise ValueError(f"expected a number from 0 to {end - 1}, got {value!r:.100}")
-    return value
-
-
-def _version_text(text: str) -> int:
-    if not re.fullmatch(r"0|[1-9][0-9]{0,11}", text):
-        raise ValueError(f"'states': expected a version, got {text!r:.100}")
-    return int(text)
+def _number(key: str, found: Any, end: int = END_OF_VERSIONS) -> int:
+    if type(found) is not int or not 0 <= found < end:
+        raise ValueError(f"{key!r}: expected a number from 0 to {end - 1}, got {found!r:.100}")
+    return found
 
 
 def _versions(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    found = values[key]
-    if not isinstance(found, list):
-        raise TypeError(f"{key!r}: expected a list, got {type(found).__name__}")
-    versions = tuple(map(_version, found))
+    versions = tuple(_number(key, version) for version in _of_kind(values, key, list))
     if any(a >= b for a, b in zip(versions, versions[1:])):
         raise ValueError(f"{key!r}: expected ascending versions")
     return versions

@@ -6,31 +6,27 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NoReturn, Optional, TypeVar
 
 from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.new_files import NewFile
+from tensorizer._io.s3.access import params_of
+from tensorizer._io.s3.conditional import ConditionalObject, NotMetError, Read
+from tensorizer._io.s3.objects import S3Prefix
 from tensorizer._io.uri import folder_uri, local_path, scheme_of
 from tensorizer._sync.pointer import POINTER_NAME, version_of
 from tensorizer._system.redaction import shown_uri
-from tensorizer.errors import ConflictError, StreamError, StreamNotFoundError, stream_errors
+from tensorizer.errors import ConflictError, StreamError, StreamNotFoundError, TensorizerError, stream_errors
+
+_Error = TypeVar("_Error", bound=TensorizerError)
+_User = TypeVar("_User", bound="StoreUser")
 
 _LOCK_NAME = ".lock"
 _READS = 5  # of a pointer that is replaced while it is read
-
-
-class Read(NamedTuple):
-    """A pointer as it was read, and what tells it from others."""
-
-    content: bytes
-    tag: Any
-
-
-class NotMetError(Exception):
-    """Somebody else has replaced the pointer."""
 
 
 class Store:
@@ -41,6 +37,12 @@ class Store:
     """
 
     name: str
+
+    def error(self, kind: type[_Error], text: str) -> _Error:
+        """An error about this place."""
+        error = kind(f"{self.name}: {text}")
+        error.source = self.name
+        return error
 
     def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
         """The pointer, which is `known` itself if it is still that one; ``None``: there is none. Raises ``OSError``."""
@@ -158,7 +160,7 @@ class FolderStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise ConflictError(f"{self.name}: another publisher writes here and holds {_LOCK_NAME}") from None
+            raise self.error(ConflictError, f"another publisher writes here and holds {_LOCK_NAME}") from None
         except BaseException:
             os.close(lock)
             raise
@@ -207,8 +209,6 @@ class S3Store(Store):
     """A prefix of a bucket."""
 
     def __init__(self, uri: str, options: CallOptions) -> None:
-        from tensorizer._io.s3.conditional import ConditionalObject
-
         self._folder = folder_uri(uri)
         self.read_options = options
         self._pointer = ConditionalObject(self.place_of(POINTER_NAME), options)
@@ -219,13 +219,7 @@ class S3Store(Store):
         return f"{self._folder}/{name}"
 
     def read_pointer(self, known: Optional[Read]) -> Optional[Read]:
-        from tensorizer._io.s3.conditional import Version
-
-        before = None if known is None else Version(known.content, known.tag)
-        found = self._pointer.read(before)
-        if found is None or found is before or found.content == (known and known.content):
-            return known if found is not None else None
-        return Read(found.content, found.etag)
+        return self._pointer.read(known)
 
     @property
     def write_options(self) -> CallOptions:  # type: ignore[override]
@@ -238,50 +232,23 @@ class S3Store(Store):
         return self.read_options._replace(stream=dataclasses.replace(stream, s3_extra_args=extra_args))
 
     def lock(self) -> None:
-        from tensorizer._io.s3.access import params_of
-
         self._pointer.for_writing()
-        client = self._pointer._access.client
-        self._new_only = bool(params_of(client, "put_object", {"IfNoneMatch": "*"})) and self._new_only
+        self._new_only = bool(params_of(self._pointer.client, "put_object", {"IfNoneMatch": "*"})) and self._new_only
 
     def write_pointer(self, content: bytes, known: Optional[Read]) -> Read:
-        from tensorizer._io.s3 import conditional
-
-        before = None if known is None else conditional.Version(known.content, known.tag)
-        try:
-            written = self._pointer.write(content, before)
-            if self._pointer.takes_conditions:
-                return Read(*written)
-        except conditional.NotMetError:
-            pass
-        except StreamError:
-            with contextlib.suppress(OSError):  # the first failure tells more
-                found = self._pointer.read(None)
-                if found is not None and found.content == content:
-                    return Read(*found)
-            raise
-        # The answer to an earlier try may have been lost; or the store knows no conditions.
-        found = self._pointer.read(None)
-        if found is None or found.content != content:
-            raise NotMetError
-        return Read(*found)
+        return self._pointer.write(content, known)
 
     def close(self) -> None:
         self._pointer.close()
 
     def names(self) -> list[str]:
-        return [name for name in self._prefix().names() if version_of(name) is not None]
+        return [name for name in S3Prefix(self._folder, self.read_options).names() if version_of(name) is not None]
 
     def delete(self, names: Sequence[str]) -> None:
         if names:
-            prefix = self._prefix()
+            prefix = S3Prefix(self._folder, self.read_options)
             for name in names:
                 prefix.delete([name])
-
-    def _prefix(self) -> Any:
-        from tensorizer._io.s3.objects import S3Prefix
-
-        return S3Prefix(self._folder, self.read_options)
 
     def refuses_existing(self, error: OSError) -> bool:
         return getattr(error, "status", None) in (409, 412)
@@ -351,3 +318,33 @@ class HttpStore(Store):
             content = stream.read()
             tag = stream.response_headers.get("etag")
         return known if known is not None and known.content == content else Read(content, tag)
+
+
+# --- who uses them ----------------------------------------------------------------------------------------------------
+
+
+class StoreUser:
+    """What publishers and followers have in common: a place, a lock for the caller's threads, and an end."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._store.close()
+
+    def __enter__(self: _User) -> _User:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} can be neither copied nor pickled")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the {type(self).__name__} of {self._store.name} is closed")

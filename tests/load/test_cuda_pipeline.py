@@ -30,6 +30,7 @@ from tensorizer._load import open_file
 from tensorizer._load.open_file import FileReader
 from tensorizer._system import cuda_engine
 from tensorizer.errors import DeviceError, HashMismatchError, MissingHashError
+from tensorizer.weight_sync import WeightFollower, WeightPublisher
 
 MIB = 1 << 20
 
@@ -528,6 +529,26 @@ def test_a_file_saved_from_the_device_is_that_saved_from_the_host(gpu, encrypted
             for name, value in state.items():
                 cpu.write_tensor(0, name, 2, value)
         assert (tmp_path / "device.tensors").read_bytes() == (tmp_path / "host.tensors").read_bytes()
+
+
+def test_weights_of_a_device_are_published_as_those_of_the_host(gpu, tmp_path):
+    state = {
+        "large": samples.tensor((9 * MIB + 7,), torch.uint8),
+        "scalar": samples.tensor((), torch.float64),
+        "empty": torch.empty(0, 3),
+        **{f"small{i}": samples.tensor((i + 1,), torch.bfloat16, i) for i in range(50)},
+    }
+    state = dict(sorted(state.items()))
+    with WeightPublisher(tmp_path) as publisher:
+        publisher.publish({name: gpu.put(value) for name, value in state.items()})
+        follower = WeightFollower(tmp_path, None)
+        samples.assert_same(follower.tensors, state)
+        state["large"][5_000_000] ^= 1
+        state["small7"].view(torch.int16)[3] ^= 1
+        published = publisher.publish({name: gpu.put(value) for name, value in state.items()})
+        assert (published.kind, published.changed) == ("delta", 2)
+        assert follower.update().elements == 2
+        samples.assert_same(follower.tensors, state)
 
 
 # ---- what only a real device has ------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ FOLDERS = {
         "_signing",
     },
     "_save": {"_C", "_system", "_keys", "_format", "_io", "errors", "_progress"},
-    "_sync": {"_C", "_system", "_format", "_io", "_load", "_save", "errors"},
+    "_sync": {"_C", "_system", "_keys", "_format", "_io", "_load", "_save", "errors", "_encryption", "_signing"},
 }
 
 

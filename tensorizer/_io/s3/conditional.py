@@ -17,15 +17,15 @@ _READS = 3  # of an object whose body breaks off
 _NOT_MET = frozenset({404, 409, 412})
 
 
-class Version(NamedTuple):
-    """What was read, and what tells it from other versions."""
+class Read(NamedTuple):
+    """What was read, and what tells it from others: the ETag of an object."""
 
     content: bytes
-    etag: str
+    tag: Any
 
 
 class NotMetError(Exception):
-    """The object is not what the writer had seen."""
+    """What was to be replaced is another one by now."""
 
 
 class ConditionalObject:
@@ -54,6 +54,10 @@ class ConditionalObject:
         if params["url_path"].endswith(f"/{self._location.key}"):
             params["headers"]["Cache-Control"] = "no-cache"
 
+    @property
+    def client(self) -> Any:
+        return self._access.client
+
     def for_writing(self) -> None:
         """From now on, requests are signed by who may write."""
         if not self._write:
@@ -66,44 +70,63 @@ class ConditionalObject:
             with contextlib.suppress(Exception):
                 access.client.close()
 
-    def read(self, known: Optional[Version]) -> Optional[Version]:
+    def read(self, known: Optional[Read]) -> Optional[Read]:
         """The object, which is `known` itself if it is still that one; ``None``: there is none.
 
         Raises:
             StreamError: The store refused, or did not answer.
         """
-        client = self._access.client
+        client = self.client
         params = {**self._location.params, **params_of(client, "get_object", self._options.extra("get"))}
-        if known is not None and known.etag:
-            params["IfNoneMatch"] = known.etag
+        if known is not None and known.tag:
+            params["IfNoneMatch"] = known.tag
         for left in reversed(range(_READS)):
             try:
                 with self._translated("read", passes=(304, 404)):
                     answer = client.get_object(**params)
-                    return Version(answer["Body"].read(), str(answer.get("ETag", "")))
-            except _Status as found:
-                return known if found.status == 304 else None
+                    found = Read(answer["Body"].read(), str(answer.get("ETag", "")))
+                    return known if known is not None and known.content == found.content else found
+            except _Status as told:
+                return known if told.status == 304 else None
             except StreamError as error:
                 if error.status is not None or not left:
                     raise
         raise AssertionError
 
-    def write(self, content: bytes, known: Optional[Version]) -> Version:
+    def write(self, content: bytes, known: Optional[Read]) -> Read:
         """Replaces `known`, or creates the object where that is ``None``.
 
         Raises:
             NotMetError: The object is another one by now.
             StreamError: The store refused, or did not answer.
         """
-        client = self._access.client
+        failure: Exception
+        try:
+            written = self._put(content, known)
+            if self.takes_conditions:
+                return written
+            failure = NotMetError()
+        except (NotMetError, StreamError) as error:
+            failure = error
+        # The answer to an earlier try may have been lost; or the store knows no conditions.
+        try:
+            found = self.read(None)
+        except OSError as error:
+            raise (failure if isinstance(failure, StreamError) else error) from None  # the first tells more
+        if found is None or found.content != content:
+            raise failure
+        return found
+
+    def _put(self, content: bytes, known: Optional[Read]) -> Read:
+        client = self.client
         extra = params_of(client, "put_object", self._options.extra("put"))
         params = {**self._location.params, **{name: value for name, value in extra.items() if name[:2] != "If"}}
         params.update(Body=content, ContentType="application/json", CacheControl="no-cache")
-        conditions: Mapping[str, str] = {"IfNoneMatch": "*"} if known is None else {"IfMatch": known.etag}
+        conditions: Mapping[str, str] = {"IfNoneMatch": "*"} if known is None else {"IfMatch": known.tag}
         if self.takes_conditions and params_of(client, "put_object", conditions) == conditions:
             try:
                 with self._translated("write", passes=(*_NOT_MET, 501)):
-                    return Version(content, str(client.put_object(**params, **conditions)["ETag"]))
+                    return Read(content, str(client.put_object(**params, **conditions)["ETag"]))
             except _Status as found:
                 if found.status != 501:
                     if found.status == 404 and found.code == "NoSuchBucket":
@@ -111,7 +134,7 @@ class ConditionalObject:
                     raise NotMetError from None
                 self.takes_conditions = False
         with self._translated("write"):
-            return Version(content, str(client.put_object(**params)["ETag"]))
+            return Read(content, str(client.put_object(**params)["ETag"]))
 
     @contextlib.contextmanager
     def _translated(self, operation: str, passes: tuple[int, ...] = ()) -> Iterator[None]:
