@@ -182,12 +182,12 @@ def _find_reference(config, release: str):
 
 @pytest.fixture(scope="session")
 def package_folder(request):
-    """Returns a folder for ``PYTHONPATH`` with the required packages, without their dependencies.
+    """Returns a folder for ``PYTHONPATH`` with the required packages; with their dependencies only if `complete`.
 
     The folders are made in pytest's cache, once. Skips the test, with the reason, if that fails.
     """
 
-    def find(name: str, *requirements: str) -> Path:
+    def find(name: str, *requirements: str, complete: bool = False) -> Path:
         if not hasattr(request.config, "cache"):
             pytest.skip("pytest runs without its cache, so there is no place for packages")
         folder = Path(request.config.cache.mkdir("packages")) / name
@@ -205,7 +205,8 @@ def package_folder(request):
                     "--retries",
                     "1",
                 ]
-                arguments = [*pip, "--no-compile", "--no-deps", "--upgrade", "--target", str(folder), *requirements]
+                alone = [] if complete else ["--no-deps"]
+                arguments = [*pip, "--no-compile", *alone, "--upgrade", "--target", str(folder), *requirements]
                 try:
                     subprocess.run(arguments, check=True, capture_output=True, timeout=280)
                 except (subprocess.SubprocessError, OSError) as error:

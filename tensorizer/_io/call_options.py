@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 import threading
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union, cast
 
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
-from tensorizer._system.config import env_int, thread_limit
+from tensorizer._system.config import env_int, suggestion, thread_limit
 
 if TYPE_CHECKING:
     from tensorizer._io.http_options import CAInfo, HTTPOptions
@@ -117,8 +116,7 @@ def _instead_of(name: str) -> str:
 
     if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
         return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
-    close = difflib.get_close_matches(name, _STREAM_KEYWORDS, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(_STREAM_KEYWORDS)}"
+    return suggestion(name, _STREAM_KEYWORDS)
 
 
 class SharedObjects:

@@ -10,8 +10,9 @@ import hashlib
 import os
 import posixpath
 import re
+import tempfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol, Union
 
 from tensorizer import _C
 from tensorizer._format.foreign import tell_foreign
@@ -19,9 +20,10 @@ from tensorizer._io import hub_cache
 from tensorizer._io.call_options import PLAIN, CallOptions
 from tensorizer._io.sources import OpenedSource, is_path, json_content, read_checked
 from tensorizer._io.uri import split_query
+from tensorizer._system.config import suggestion
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted
-from tensorizer.errors import FormatError, HashMismatchError, MissingHashError
+from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, MissingHashError
 
 _LIST_NBYTES = 100_000_000  # of a list of digests, or a signature
 _SHA256 = r"[0-9a-fA-F]{64}"
@@ -76,11 +78,14 @@ AUTO = Verification(where_stored=True)
 
 
 def verification(verify: Any, options: CallOptions = PLAIN) -> Verification:
-    """What an argument ``verify=`` means; a list or a signature is read now.
+    """What an argument ``verify=`` means; a list or a signature is read, and its signer checked, now.
 
     Raises:
         TypeError: A value of another type.
+        ValueError: A mapping without a signature, or with unknown keys.
         FormatError: The file is neither a list of digests nor a signature of a model.
+        AuthenticationError: Somebody else has signed the model.
+        ImportError: A signer is named, and the package ``model_signing`` is not installed.
         OSError: It cannot be read.
     """
     if verify is None or verify is False:
@@ -93,9 +98,12 @@ def verification(verify: Any, options: CallOptions = PLAIN) -> Verification:
         return Verification(files=_OfTheHub())
     if isinstance(verify, (str, os.PathLike)):
         return Verification(files=read_digests(verify, options))
+    if isinstance(verify, Mapping):
+        signed = ModelSignature.of(verify)
+        return Verification(files=read_digests(signed.signature, options, signed))
     raise TypeError(
-        "verify: expected 'auto', 'hub', the path or URI of a SHA256SUMS file or of a model's signature, True or "
-        f"False, got {type(verify).__name__}"
+        "verify: expected 'auto', 'hub', the path or URI of a SHA256SUMS file or of a model's signature, a mapping "
+        f"with 'signature' and who has to have signed, True or False, got {type(verify).__name__}"
     )
 
 
@@ -120,16 +128,23 @@ class ListedDigests:
         return found
 
 
-def read_digests(location: Any, options: CallOptions = PLAIN) -> ListedDigests:
-    """Reads a ``SHA256SUMS`` file, or the digests in a signature of a model (a sigstore bundle, or its envelope)."""
+def read_digests(location: Any, options: CallOptions = PLAIN, signed: Optional[ModelSignature] = None) -> ListedDigests:
+    """Reads a ``SHA256SUMS`` file, or the digests in a signature of a model (a sigstore bundle, or its envelope).
+
+    If `signed` names who has to have signed, the signature is checked, too.
+    """
     shown = str(shown_location(location))
 
     def parsed(content: bytes) -> Mapping[str, str]:
-        if content.lstrip()[:1] == b"{":
-            return parse_model_signature(shown, content)
-        return parse_sha256sums(shown, content)
+        if content.lstrip()[:1] != b"{" and signed is None:
+            return parse_sha256sums(shown, content)
+        digests = parse_model_signature(shown, content)
+        if signed is not None:
+            signed.check(shown, content, digests)
+        return digests
 
-    return ListedDigests(shown, read_checked(location, options, parsed, _LIST_NBYTES))
+    found = read_checked(location, options, parsed, _LIST_NBYTES)
+    return ListedDigests(shown if signed is None else f"{shown}, signed by {signed.signer}", found)
 
 
 def parse_sha256sums(shown: str, content: bytes) -> dict[str, str]:
@@ -161,7 +176,7 @@ def parse_sha256sums(shown: str, content: bytes) -> dict[str, str]:
 
 
 def parse_model_signature(shown: str, content: bytes) -> dict[str, str]:
-    """The digests that the payload of a model's signature lists, by name. The signature itself is not checked.
+    """The digests that the payload of a model's signature lists, by name. Who has signed it is not checked.
 
     Raises:
         FormatError: It is no such signature, or lists other digests than SHA-256 of whole files.
@@ -199,6 +214,100 @@ def parse_model_signature(shown: str, content: bytes) -> dict[str, str]:
             _add(digests, shown, entry.get("name"), entry["digest"].get("sha256"))
     expect(bool(digests), "got one that lists no files")
     return digests
+
+
+class ModelSignature(NamedTuple):
+    """The mapping that ``verify=`` takes: a model's signature, and who has to have signed the model.
+
+    Attributes:
+        signature: Path or URI of the signature (OpenSSF).
+        public_key: Path of the public key, as ``model_signing verify key --public_key`` takes it.
+        identity: The identity of a keyless signature (Sigstore), such as an address of mail.
+        identity_provider: The URL of the provider that vouches for the identity.
+    """
+
+    signature: Any = None
+    public_key: Union[str, os.PathLike[str], None] = None
+    identity: Optional[str] = None
+    identity_provider: Optional[str] = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ModelSignature:
+        """Raises ``ValueError`` for keys that are unknown, or missing."""
+        for name in given:
+            if name not in cls._fields:
+                raise ValueError(f"verify: unknown key {name!r}; {suggestion(str(name), cls._fields)}")
+        found = cls(**given)
+        signer = [found.public_key is not None, found.identity is not None, found.identity_provider is not None]
+        if found.signature is None or signer not in ([True, False, False], [False, True, True]):
+            raise ValueError(
+                "verify: expected 'signature' with 'public_key', or with 'identity' and 'identity_provider', got "
+                f"{', '.join(map(repr, given)) or 'no keys'}"
+            )
+        return found
+
+    @property
+    def signer(self) -> str:
+        """For messages."""
+        if self.public_key is not None:
+            return f"the key {os.fspath(self.public_key)}"
+        return f"{self.identity} ({self.identity_provider})"
+
+    def check(self, shown: str, content: bytes, digests: Mapping[str, str]) -> None:
+        """Has the package ``model_signing`` check the bytes of a signature, from which `digests` were parsed.
+
+        Raises:
+            ImportError: It is not installed.
+            OSError, ValueError: The public key cannot be read, or is none.
+            AuthenticationError: The signature is damaged, or of somebody else.
+        """
+        try:
+            from model_signing import verifying
+        except ImportError as error:
+            raise ImportError(
+                f"verify: to check who has signed {shown}, install the package model_signing ({error})"
+            ) from None
+        config = verifying.Config()
+        if self.public_key is not None:
+            config.use_elliptic_key_verifier(public_key=self.public_key)
+        else:
+            config.use_sigstore_verifier(identity=self.identity, oidc_issuer=self.identity_provider)
+        listed = _AsHashed(digests)
+        config.set_hashing_config(listed)
+        with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
+            path = os.path.join(folder, "model.sig")  # the package wants a path; these bytes are those that count
+            with open(path, "wb") as file:
+                file.write(content)
+            try:
+                config.verify(folder, path)
+            except Exception as error:
+                what = str(error) or type(error).__name__
+                raise AuthenticationError(f"{shown}: expected a signature by {self.signer}: {what}") from error
+        if not listed.compared:
+            raise AuthenticationError(f"{shown}: model_signing did not compare the digests that it lists")
+
+
+class _AsHashed:
+    """Stands for a model that ``model_signing`` hashes. We compare the files, so it only compares our list with its."""
+
+    def __init__(self, digests: Mapping[str, str]) -> None:
+        self._digests, self.compared = digests, False
+
+    def add_ignored_paths(self, **_: Any) -> None:
+        """What the signer left out is not in the list."""
+
+    def hash(self, *_: Any, **__: Any) -> _AsHashed:
+        return self
+
+    def __eq__(self, manifest: object) -> bool:
+        signed: Any = manifest
+        entries = {_plain(entry.identifier): entry.digest.digest_hex for entry in signed.resource_descriptors()}
+        if entries != self._digests:
+            raise ValueError("the signed list of files is another one")
+        self.compared = True
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _check_root(shown: str, resources: list[Any], subjects: Any) -> None:

@@ -105,6 +105,14 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """What to write instead of an unknown name."""
+    import difflib  # only errors need it
+
+    near = difflib.get_close_matches(name.removeprefix("torch_"), known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(known)}"
+
+
 def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wanted: Optional[str] = None) -> int:
     """Returns `value` as an ``int`` from `least` to `most`; `wanted` describes the range in words.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -48,11 +49,21 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         metavar="WITH",
+        type=verify_value,
         default="auto",
         help="compare whole files with a SHA256SUMS file or a signature of the model (OpenSSF), a path or URI; hub: "
-        "with what the hub states; auto, the default: digests in the file",
+        "with what the hub states; auto, the default: digests in the file; "
+        '\'{"signature": PATH, "public_key": PATH}\': with a signature that this key must have made',
     )
     parser.add_argument("--hub", action="store_const", const="hub", dest="verify", help="short for --verify hub")
+
+
+def verify_value(text: str) -> Any:
+    """A mapping where JSON is given, else the text."""
+    try:
+        return json.loads(text) if text.startswith("{") else text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a path, a URI, a word or JSON: {error}") from None
 
 
 def add_filter(parser: argparse.ArgumentParser) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -16,6 +15,7 @@ from tensorizer._load.digests import verification
 from tensorizer._load.stream import TensorStream, check_memory_ahead
 from tensorizer._progress import ProgressArgument
 from tensorizer._signing import PublicKeyArgument
+from tensorizer._system.config import suggestion
 from tensorizer._system.devices import DeviceArgument
 from tensorizer.integrations._hf.folders import LoadOptions, find_weights, is_repo_id, open_folder
 
@@ -54,7 +54,10 @@ def load_stream(
         verify: The digests that the data are compared with. ``"auto"``, the default: digests in ``.tensors`` files;
             ``.safetensors`` files are not compared. ``"hub"``: the SHA-256 that the hub states for its files. A path or
             URI: that ``SHA256SUMS`` file, or the digests in that OpenSSF signature of the model; names in it are
-            relative to the folder of the model. ``True``: digests in the files, which must have them. ``False``: none.
+            relative to the folder of the model. ``{"signature": PATH, "public_key": PATH}``, or with ``"identity"`` and
+            ``"identity_provider"`` instead of the key: the digests in that signature, which this key or identity must
+            have made; the package ``model_signing`` checks this. ``True``: digests in the files, which must have them.
+            ``False``: none.
             Whole files are hashed while they are read. **Tensors are yielded before their file has been compared: do
             not use them before the loop has ended** (docs/security.md).
         encryption: The key of encrypted files (:class:`tensorizer.DecryptionParams`).
@@ -76,7 +79,8 @@ def load_stream(
         HashMismatchError: At the end of a file, its digest differs from the one that `verify` names.
         MissingHashError: `verify` has no digest for a loaded file.
         CryptographyError: A key is missing or wrong, or was given for a file that is not encrypted.
-        AuthenticationError: The files do not match their key or signature.
+        AuthenticationError: The files do not match their key or signature, or somebody else signed the model.
+        ImportError: `verify` names who must have signed the model, and ``model_signing`` is not installed.
         OSError: A file cannot be opened or read.
         TypeError: A keyword is unknown, or an argument has a wrong type.
         ValueError: An argument has a wrong value, such as ``verify="hub"`` for files that are not from the hub.
@@ -111,9 +115,3 @@ def fetch(source: Any) -> None:
     options = LoadOptions()
     with open_folder(source, options) as folder:
         find_weights(folder, "model", options, any_name=True)
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """What to write instead of an unknown name."""
-    near = difflib.get_close_matches(name.removeprefix("torch_"), known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(known)}"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer._system.config import suggestion
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import counted, size_text
 from tensorizer._version import __version__
@@ -133,8 +134,6 @@ class _Config(NamedTuple):
     @classmethod
     def of(cls, given: Any) -> _Config:
         """Raises ``ValueError`` for what is no mapping, and for unknown keys."""
-        from tensorizer.integrations.engines import suggestion
-
         if not isinstance(given, Mapping):
             raise ValueError(f"{_CONFIG}: expected a mapping, got {type(given).__name__}")
         for name in given:

@@ -6,13 +6,20 @@ import base64
 import functools
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import types
+from types import SimpleNamespace
 
 import pytest
 import torch
+from paths import ROOT
 from samples import same
 
 import tensorizer
 from tensorizer import (
+    AuthenticationError,
     FormatError,
     HashMismatchError,
     MissingHashError,
@@ -259,3 +266,153 @@ def test_the_words_of_verify_are_no_paths():
     assert digests.verification(False) == digests.verification(None) == digests.Verification()
     assert digests.verification("hub").files.origin == "the hub"
     assert tensorizer.load_file.__kwdefaults__["verify"] == "auto"
+
+
+# --- who has signed ---------------------------------------------------------------------------------------------------
+
+SIGNS = """
+import json, sys
+from pathlib import Path
+from cryptography.hazmat.primitives import serialization as form
+from cryptography.hazmat.primitives.asymmetric import ec
+from model_signing import signing
+
+place = Path(sys.argv[1])
+for name in ("signer", "other"):
+    key = ec.generate_private_key(ec.SECP256R1())
+    pem, pkcs8, plain = form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()
+    (place / name).write_bytes(key.private_bytes(pem, pkcs8, plain))
+    public = key.public_key().public_bytes(pem, form.PublicFormat.SubjectPublicKeyInfo)
+    (place / f"{name}.pub").write_bytes(public)
+signing.Config().use_elliptic_key_signer(private_key=place / "signer").sign(place / "model", place / "model.sig")
+"""
+
+
+def outcome(verify_by, source, program):
+    """What a load of `source` prints, or raises, in the environment in which `program` ran."""
+    load = "import sys, json, tensorizer; print(len(tensorizer.load_file(sys.argv[1], verify=json.loads(sys.argv[2]))))"
+    found = program(load, str(source), json.dumps(verify_by))
+    return found.stdout.strip() or found.stderr.splitlines()[-1].removeprefix("tensorizer.errors.")
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_a_signature_is_checked_where_a_key_is_given(tmp_path, package_folder):
+    packages = package_folder("model_signing", "model_signing>=1.1", complete=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
+
+    def program(*arguments, check=False):
+        command = [sys.executable, "-W", "ignore", "-c", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=check)
+
+    save_file(TENSORS, tmp_path / "model" / "model.safetensors", max_shard_size=30_000)
+    model, signature = tmp_path / "model", tmp_path / "model.sig"
+    program(SIGNS, str(tmp_path), check=True)
+    by_signer = {"signature": str(signature), "public_key": str(tmp_path / "signer.pub")}
+    by_other = {"signature": str(signature), "public_key": str(tmp_path / "other.pub")}
+    assert outcome(by_signer, model, program) == str(len(TENSORS))
+    refused = outcome(by_other, model, program)
+    assert refused.startswith(f"AuthenticationError: {signature}: expected a signature by the key {tmp_path}/other.pub")
+    assert outcome(str(signature), model, program) == str(len(TENSORS))  # only the digests
+
+    flip(files_of(model)[0])
+    refused = outcome(by_signer, model, program)
+    assert refused.startswith("HashMismatchError: ")
+    assert f"by {signature}, signed by the key {tmp_path}/signer.pub" in refused
+
+    # A list of the changed files, under the old signature.
+    bundle = json.loads(signature.read_bytes())
+    bundle["dsseEnvelope"]["payload"] = json.loads(bundle_of(model))["dsseEnvelope"]["payload"]
+    signature.write_text(json.dumps(bundle))
+    assert outcome(str(signature), model, program) == str(len(TENSORS))
+    assert outcome(by_signer, model, program).startswith("AuthenticationError: ")
+
+
+@pytest.fixture
+def model_signing(monkeypatch):
+    """Stands for the package; what it finds signed, and what it was asked for."""
+    found = SimpleNamespace(entries={}, asked=[], error=None)
+
+    class Config:
+        def use_elliptic_key_verifier(self, **keywords):
+            found.asked.append(keywords)
+
+        use_sigstore_verifier = use_elliptic_key_verifier
+
+        def set_hashing_config(self, config):
+            self.config = config
+
+        def verify(self, model_path, signature_path):
+            if found.error is not None:
+                raise found.error
+            entries = [
+                SimpleNamespace(identifier=name, digest=SimpleNamespace(digest_hex=digest))
+                for name, digest in found.entries.items()
+            ]
+            if self.config.hash(model_path, files_to_hash=None) != SimpleNamespace(
+                resource_descriptors=lambda: iter(entries)
+            ):
+                raise ValueError("mismatch")
+
+    package = types.ModuleType("model_signing")
+    package.verifying = SimpleNamespace(Config=Config)
+    monkeypatch.setitem(sys.modules, "model_signing", package)
+    return found
+
+
+def test_the_identity_of_a_keyless_signature_may_be_given(folder, model_signing):
+    signature = write_bundle(folder)
+    who = {"identity": "release@example.org", "identity_provider": "https://accounts.example.org"}
+    model_signing.entries = {path.name: sha256(path) for path in folder.iterdir()}
+    assert len(load_file(folder, verify={"signature": signature, **who})) == len(TENSORS)
+    assert model_signing.asked == [{"identity": who["identity"], "oidc_issuer": who["identity_provider"]}]
+    model_signing.error = ValueError("no")
+    with pytest.raises(AuthenticationError, match=r"signature by release@example\.org \(https://accounts"):
+        load_file(folder, verify={"signature": signature, **who})
+
+
+def test_the_list_that_is_used_is_the_one_that_was_signed(folder, model_signing):
+    signature = write_bundle(folder)
+    model_signing.entries = {path.name: "0" * 64 for path in folder.iterdir()}
+    with pytest.raises(AuthenticationError, match="another one"):
+        load_file(folder, verify={"signature": signature, "public_key": "key.pub"})
+
+
+def test_a_signer_is_not_passed_over_where_model_signing_is_missing(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    with pytest.raises(ImportError, match="install the package model_signing"):
+        load_file(folder, verify={"signature": write_bundle(folder), "public_key": "key.pub"})
+
+
+def test_a_signer_of_a_plain_list_is_refused(folder, model_signing):
+    with pytest.raises(FormatError, match="is not JSON"):
+        load_file(folder, verify={"signature": write_sums(folder), "public_key": "key.pub"})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"signature": "a", "publickey": "b"}, r"unknown key 'publickey'; did you mean 'public_key'\?"),
+        ({"signature": "a"}, "with 'public_key', or with 'identity' and 'identity_provider', got 'signature'"),
+        ({"public_key": "a"}, "expected 'signature'"),
+        ({"signature": "a", "identity": "b"}, "identity_provider"),
+        ({"signature": "a", "identity": "b", "identity_provider": "c", "public_key": "d"}, "expected"),
+        ({}, "got no keys"),
+    ],
+)
+def test_mappings_that_do_not_say_who_has_signed_are_refused(folder, given, text):
+    with pytest.raises(ValueError, match=text):
+        load_file(folder, verify=given)
+
+
+def test_the_command_line_takes_the_signer_as_json(folder, model_signing, capsys):
+    signature = write_bundle(folder)
+    model_signing.entries = {path.name: sha256(path) for path in folder.iterdir()}
+    given = json.dumps({"signature": str(signature), "public_key": "key.pub"})
+    assert main(["verify", str(folder), "--verify", given]) == 0
+    model_signing.error = ValueError("no")
+    assert main(["verify", str(folder), "--verify", given]) == 5
+    assert "expected a signature by the key key.pub" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", str(folder), "--verify", "{"])
+    assert "argument --verify: expected a path, a URI, a word or JSON" in capsys.readouterr().err
