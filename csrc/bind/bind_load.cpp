@@ -12,6 +12,7 @@
 #include "bind/torch_bridge.h"
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/run_units.h"
 #include "device/host_arena.h"
 #include "format/safetensors.h"
 #include "load/hashed_source.h"
@@ -197,17 +198,22 @@ void register_index(py::module_& m) {
 void register_hashed_source(py::module_& m) {
   using load::HashedSource;
   py::class_<HashedSource, io::RangeSource, std::shared_ptr<HashedSource>>(m, "HashedSource")
-      .def(py::init<std::shared_ptr<io::RangeSource>>(), py::arg("source"))
-      .def_property_readonly("position", &HashedSource::position)
-      .def(
-          "finish",
-          [](HashedSource& source, const py::object& progress) {
-            return to_bytes(run_interruptible(
-                Where::helper_thread,
-                [&](const std::stop_token& stop) { return source.finish(stop); },
-                report_to(progress, [&] { return source.position(); })));
-          },
-          py::arg("progress") = py::none());
+      .def(py::init<std::shared_ptr<io::RangeSource>>(), py::arg("source"));
+  m.def(
+      "finish_hashes",
+      [](const std::vector<std::shared_ptr<HashedSource>>& sources, unsigned at_once) {
+        std::vector<digest::Sha256Digest> digests(sources.size());
+        run_interruptible(Where::helper_thread, [&](const std::stop_token& stop) {
+          for_each_index(sources.size(), at_once, stop,
+                         [&](size_t i, const std::stop_token& token) {
+                           digests[i] = sources[i]->finish(token);
+                         });
+        });
+        py::list found;
+        for (const digest::Sha256Digest& digest : digests) found.append(to_bytes(digest));
+        return found;
+      },
+      py::arg("sources"), py::arg("at_once"));
 }
 
 void register_memory(py::module_& m) {

@@ -155,7 +155,9 @@ void announce(const LoadSession& session) {
 bool is_brief_plan(const LoadSession& session) {
   const device::CopyEngine* const engine = session.options.engine;
   const bool not_ready = engine != nullptr && !engine->is_ready();
-  if (!session.source.traits().in_memory || session.has_crypt_info() || not_ready ||
+  const io::SourceTraits traits = session.source.traits();
+  // Reads at growing offsets may wait for those of another load, which may fail.
+  if (!traits.in_memory || traits.ascending || session.has_crypt_info() || not_ready ||
       session.plan.units.size() > kBriefUnits)
     return false;
   uint64_t total = 0;

@@ -160,17 +160,17 @@ def verify(
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         if wanted is not None and file.shard_names:
             raise ValueError(f"sha256: expected one file, got the shards of {file.source_name}")
-        verified: list[Name] = []
+        verified: list[int] = []
         mismatched: list[Mismatch] = []
-        unverified: list[Name] = []
+        unverified: list[int] = []
         nbytes = 0
         total = sum(map(file.index.data_nbytes, chosen))
         with progress_reporter(progress, total, "verifying") as report:
-            for batch in file.runs(chosen):
+            for batch in file.runs_of_files(chosen):
                 for i, error in _errors_of(file, batch):
                     if error is None:
                         proved = file.index.encrypted or not file.lacks_hashes(i)
-                        (verified if proved else unverified).append(file.names[i])
+                        (verified if proved else unverified).append(i)
                         continue
                     if isinstance(error, CryptographyError) and not verified and not mismatched:
                         raise error  # the key may be wrong: that says nothing about the data
@@ -183,19 +183,15 @@ def verify(
                     report(nbytes)
                 if fail_fast and mismatched:
                     break
-            differing: list[Mismatch] = []
             compares = checks.files is not None and not (fail_fast and mismatched)
-            for of_file in file.readers if compares else ():
-                try:
-                    of_file.check_sha256()
-                except HashMismatchError as error:
-                    differing.append(Mismatch(of_file.source_name, str(error)))
+            errors = file.differing_files() if compares else []
+            differing = [Mismatch(str(error.source), str(error)) for error in errors]
         return VerifyReport(
             source=file.source_name,
             format=file.index.format,
-            verified=tuple(verified),
+            verified=tuple(file.names[i] for i in sorted(verified)),
             mismatched=tuple(mismatched),
-            unverified=tuple(unverified),
+            unverified=tuple(file.names[i] for i in sorted(unverified)),
             index_matches=file.index_matches,
             sha256=file.readers[0].sha256 if len(file.readers) == 1 else None,
             sha256_matches=not differing if compares else None,

@@ -7,6 +7,7 @@ convert and the loads of several ranks use it as it is. How the bytes lie, and i
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import functools
 import gc
@@ -56,6 +57,7 @@ BATCH_NBYTES = 64 << 20
 # Files read at a time: one keeps a disk busy, and its end should not leave it idle; a network takes more.
 _LOCAL_FILES_AT_ONCE = 2
 _NETWORK_FILES_AT_ONCE = 4
+_MOST_HASHED_AT_ONCE = 8  # a file is hashed by one thread at a time
 
 # Reading ahead over a network: after so many tensors in a row, and how much.
 _ROW = 3
@@ -412,8 +414,7 @@ class OpenFile(OpenIndex):
         pending = [part.reader.begin(part.entries, verify, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
             flat = [(part, *each) for part, batches in zip(parts, pending) for each in batches or ()]
-            files_at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
-            at_once = len(flat) if len(parts) == 1 else files_at_once
+            at_once = len(flat) if len(parts) == 1 else self.files_at_once
             nbytes = sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0
             with perf.measured("file_readinto", nbytes) if perf.enabled else contextlib.nullcontext():
                 _C.run_batches([batch for _, batch, _ in flat], at_once, progress)
@@ -439,8 +440,10 @@ class OpenFile(OpenIndex):
         tensors: dict[int, torch.Tensor] = {}
         parts = self.parts(sorted(set(records)))
         _expect(parts)
-        for part in parts:
-            loaded = self._noted(part.of_all(part.reader.read_raw(part.entries, verify)))
+        pending = [(part, *part.reader.begin_raw(part.entries, verify)) for part in parts]
+        _C.run_batches([batch for _, batch, _ in pending], self.files_at_once)
+        for part, _, finish in pending:
+            loaded = self._noted(part.of_all(finish()))
             tensors.update(zip(loaded.entries, loaded.tensors))
         return [tensors[i] for i in records]
 
@@ -467,6 +470,33 @@ class OpenFile(OpenIndex):
         """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
         return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
 
+    def runs_of_files(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
+        """As :meth:`runs`, in the order of each file, with entries of several files together if these are hashed."""
+        parts = collections.deque(self.parts(entries))
+        at_once = min(len(parts), self.files_at_once)
+        if at_once < 2 or self.options.verification.files is None:
+            yield from self.runs(entries)
+            return
+        of_files: list[Iterator[Sequence[int]]] = []
+        while parts or of_files:
+            while parts and len(of_files) < at_once:
+                part = parts.popleft()
+                of_file = [part.begin + i for i in part.entries]
+                of_files.append(runs(of_file, self.index.loaded_nbytes, BATCH_NBYTES // at_once))
+            found = [next(each, None) for each in of_files]
+            together = list(itertools.chain.from_iterable(filter(None, found)))
+            if together:
+                yield together
+            of_files = [each for each, run in zip(of_files, found) if run is not None]
+
+    @property
+    def files_at_once(self) -> int:
+        """How many files a load reads at a time."""
+        if self.network:
+            return _NETWORK_FILES_AT_ONCE
+        hashes = self.options.verification.files is not None
+        return max(_LOCAL_FILES_AT_ONCE, min(_C.cpu_quota(), _MOST_HASHED_AT_ONCE if hashes else 0))
+
     # ---- tensors that are kept --------------------------------------------------------------------------------------
 
     def verify_by(self, verify_hash: Optional[bool]) -> None:
@@ -482,14 +512,30 @@ class OpenFile(OpenIndex):
         if self._verify:
             self.verify_index()
 
-    def check_files(self, progress: Progress = None) -> None:
-        """Compares whole files with the digests that they have to have, where the load says so.
+    def check_files(self, readers: Optional[Sequence[FileReader]] = None) -> None:
+        """Compares whole files, all by default, with the digests that they have to have, where the load says so.
+
+        What no load has read of them is read now.
 
         Raises:
             HashMismatchError: One of them is another file.
+            OSError: The rest cannot be read.
         """
-        for reader in self.readers:
-            reader.check_sha256(progress)
+        for error in self.differing_files(readers):
+            raise error
+
+    def differing_files(self, readers: Optional[Sequence[FileReader]] = None) -> list[HashMismatchError]:
+        """As :meth:`check_files`, the errors of all files that differ. A file is compared once."""
+        chosen = [each for each in self.readers if readers is None or each in readers]
+        chosen = [reader for reader in chosen if reader.expected_sha256 is not None]
+        found = _C.finish_hashes([reader.hashed_source for reader in chosen], self.files_at_once) if chosen else []
+        errors = []
+        for reader, sha256 in zip(chosen, found):
+            try:
+                reader.compare_sha256(sha256)
+            except HashMismatchError as error:
+                errors.append(error)
+        return errors
 
     @property
     def verified_by(self) -> Optional[str]:
@@ -806,21 +852,24 @@ class FileReader:
 
         return batch, moved
 
-    def check_sha256(self, progress: Progress = None) -> None:
-        """Compares the whole file with the digest that it has to have, if any; what no load has read is read now.
+    @property
+    def hashed_source(self) -> _C.HashedSource:
+        """Its source, if its digest is to be compared."""
+        source = self.handle.source
+        assert isinstance(source, _C.HashedSource)
+        return source
+
+    def compare_sha256(self, found: bytes) -> None:
+        """Compares the digest of the whole file with the one that it has to have.
 
         Raises:
             HashMismatchError: It is another file.
-            OSError: The rest cannot be read.
         """
-        wanted = self.expected_sha256
-        if wanted is None:
-            return
-        source = self.handle.source
-        assert isinstance(source, _C.HashedSource)
-        self.sha256, self.expected_sha256 = source.finish(progress).hex(), None
-        assert self._options.verification.files is not None
-        check_digest(source, wanted, self.sha256, self._options.verification.files.origin)
+        wanted, files = self.expected_sha256, self._options.verification.files
+        assert wanted is not None
+        assert files is not None
+        self.sha256, self.expected_sha256 = found.hex(), None
+        check_digest(self.handle.source, wanted, self.sha256, files.origin)
 
     def read(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
@@ -844,9 +893,13 @@ class FileReader:
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
     ) -> LoadedBatch:
         """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
-        batch, finish = self._begin(device, entries, verify, plain=True)
+        batch, finish = self.begin_raw(entries, verify, device)
         self._run(batch, entries, progress)
         return finish()
+
+    def begin_raw(self, entries: Sequence[int], verify: bool, device: torch.device = _HOST) -> PendingBatch:
+        """What :meth:`read_raw` runs."""
+        return self._begin(device, entries, verify, plain=True)
 
     def read_into(self, entries: Sequence[int], tensors: Sequence[torch.Tensor], device: torch.device) -> LoadedBatch:
         """Loads `entries`, verified, to the memory of `tensors` on `device`, to which there is a fast way."""

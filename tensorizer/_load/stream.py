@@ -139,7 +139,8 @@ class _Loads:
         self._done: dict[int, int] = {}  # bytes by group, of those that were begun
         self._stopped = threading.Event()
         self._numbers = itertools.count()
-        self._threads: Optional[ThreadPoolExecutor] = None
+        self._lanes: dict[int, ThreadPoolExecutor] = {}
+        self._number_of = {id(reader): number for number, reader in enumerate(file.readers)}
         # Objects of the caller are used on the thread of the caller.
         self._on_this_thread = any(isinstance(reader.own_source, _C.PyFileSource) for reader in file.readers)
 
@@ -147,8 +148,8 @@ class _Loads:
         """Ends those that are under way, and forgets all others."""
         self._stopped.set()
         self._to_come.clear()
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.shutdown(wait=True, cancel_futures=True)
         self._begun.clear()
 
     # ---- which ------------------------------------------------------------------------------------------------------
@@ -230,11 +231,19 @@ class _Loads:
         if self._on_this_thread:
             work()
             return future
-        if self._threads is None:
+        lane = self._lane_of(group)
+        if lane not in self._lanes:
             at_once = _NETWORK_GROUPS_AT_ONCE if self._file.network else 1
-            self._threads = ThreadPoolExecutor(at_once, "tensorizer-stream")
-        self._threads.submit(on_current_streams(work, _devices(self._file)))
+            self._lanes[lane] = ThreadPoolExecutor(at_once, "tensorizer-stream")
+        self._lanes[lane].submit(on_current_streams(work, _devices(self._file)))
         return future
+
+    def _lane_of(self, group: _Group) -> int:
+        """The queue that a group waits in. Only one thread at a time hashes a file, so files that are hashed have
+        several queues. Each works in the order of the plan, so the first group of the plan waits for no other."""
+        if self._file.network or self._file.options.verification.files is None or not group.parts:
+            return 0
+        return self._number_of[id(group.parts[0][0])] % self._file.files_at_once
 
     def _progress_of(self, number: int) -> Any:
         def progress(done: int) -> None:
@@ -285,8 +294,7 @@ def _load_of(file: OpenFile, group: _Group, progress: Any) -> Any:
                 found += zip((begin + i for i in loaded.entries), loaded.tensors)
         places = {begin + i: n for n, (begin, i) in enumerate((b, i) for _, b, e in group.parts for i in e)}
         found.sort(key=lambda item: places[item[0]])
-        for reader in group.ends:
-            reader.check_sha256()
+        file.check_files(group.ends)
         progress(sum(reader.index.loaded_nbytes(i) for reader, _, entries in group.parts for i in entries))
         return found
 

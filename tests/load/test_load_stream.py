@@ -7,15 +7,18 @@ import hashlib
 import json
 import os
 import threading
+import time
 
 import pytest
 import torch
+from memory import MIB, can_measure, peak_growth
 from samples import same
 from servers.file_server import serve_folder
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, load_stream, save_file
 from tensorizer._load import stream as streaming
+from tensorizer._load.open_file import OpenFile
 
 st = pytest.importorskip("safetensors.torch")
 
@@ -235,3 +238,73 @@ def test_load_stream_reads_each_byte_of_a_server_once(tmp_path):
             file = stream.file
             source = file.readers[0].sha256
     assert source == hashlib.sha256(content).hexdigest()
+
+
+def write_sums(folder):
+    lines = [f"{hashlib.sha256(shard.read_bytes()).hexdigest()}  {shard.name}\n" for shard in shards_of(folder)]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+    return folder / "SHA256SUMS"
+
+
+def change_loads(monkeypatch, before) -> None:
+    """Groups are small, and two files are hashed at once; `before` is called with each group before it is loaded."""
+    load_of = streaming._load_of
+
+    def changed(file, group, progress):
+        load = load_of(file, group, progress)
+
+        def run():
+            before(group)
+            return load()
+
+        return run
+
+    monkeypatch.setattr(OpenFile, "files_at_once", 2)
+    monkeypatch.setattr(streaming, "_load_of", changed)
+    monkeypatch.setattr(streaming, "_GROUP_NBYTES", 20_000)
+
+
+def test_load_stream_hashes_several_files_at_once(folder, monkeypatch):
+    both, seen = threading.Barrier(2, timeout=60), set()
+
+    def wait_for_the_other_file(group):
+        reader = group.parts[0][0]
+        if reader not in seen and len(seen) < 2:
+            seen.add(reader)
+            both.wait()
+
+    change_loads(monkeypatch, wait_for_the_other_file)
+    assert_is_all(dict(load_stream(folder, verify=write_sums(folder))))
+    assert len(seen) == 2
+
+
+def test_a_load_that_fails_leaves_no_other_one_waiting_for_its_bytes(folder, monkeypatch):
+    def refuse_groups_of_two_files(group):
+        if len(group.parts) > 1:
+            raise RuntimeError("refused")
+
+    change_loads(monkeypatch, refuse_groups_of_two_files)
+    with pytest.raises(RuntimeError, match="refused"):
+        list(load_stream(folder, verify=write_sums(folder)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_measure(), reason="the kernel does not reset the peak of a process")
+@pytest.mark.parametrize("keeps", [False, True], ids=["copied", "kept"])
+def test_the_host_needs_the_memory_ahead_and_little_more(tmp_path, keeps):
+    tensors = {f"layers.{i:02}.weight": torch.full((8 << 20,), float(i), dtype=torch.float16) for i in range(40)}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)  # 640 MiB
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
+    kept = {}
+    with peak_growth() as growth:  # files that are compared are read, not mapped
+        for name, value in load_stream(path, verify=tmp_path / "SHA256SUMS", memory="64MB"):
+            if name == "layers.00.weight":
+                time.sleep(1)  # the threads could read everything
+            if keeps:
+                kept[name] = value
+            else:
+                tensors[name].copy_(value)
+    beyond = growth.peak - sum(value.nbytes for value in kept.values())
+    assert beyond <= 64_000_000 + 256 * MIB
+    assert all(float(value[-1]) == i for i, value in enumerate((kept or tensors).values()))

@@ -29,7 +29,8 @@ from tensorizer import (
     save_file,
     verify,
 )
-from tensorizer._load import digests
+from tensorizer._load import digests, open_file
+from tensorizer._load.open_file import OpenFile
 from tensorizer.cli.main import main
 
 TENSORS = {f"layers.{i}.weight": torch.full((40 + i, 64), 1.5 + i) for i in range(12)}
@@ -153,6 +154,25 @@ def test_verify_reports_files_that_differ(folder, capsys):
     assert sha256(files_of(folder)[-1]) in capsys.readouterr().out
     assert main(["convert", str(folder), str(folder.parent / "out.tensors"), "--verify", str(sums)]) == 1
     assert not (folder.parent / "out.tensors").exists()
+
+
+def test_verify_reads_several_files_together_where_they_are_hashed(tmp_path, monkeypatch):
+    save_file(TENSORS, tmp_path / "model.safetensors", max_shard_size=30_000)
+    monkeypatch.setattr(OpenFile, "files_at_once", 2)
+    monkeypatch.setattr(open_file, "BATCH_NBYTES", 25_000)
+    together, read = [], OpenFile.read
+
+    def noted(self, entries, verify):
+        together.append([os.path.basename(part.reader.source_name)[6:11] for part in self.parts(entries)])
+        return read(self, entries, verify)
+
+    monkeypatch.setattr(OpenFile, "read", noted)
+    report = verify(tmp_path, verify=write_sums(tmp_path))
+    assert report
+    assert list(report.unverified) == [name for file in files_of(tmp_path) for name in load_file(file)]
+    assert together[0] == ["00001", "00002"]
+    assert sum(len(files) == 2 for files in together) > 2
+    assert {file for files in together for file in files} == {f"{i + 1:05}" for i in range(len(files_of(tmp_path)))}
 
 
 def test_verify_reads_each_file_once_where_a_digest_is_given(tmp_path):
