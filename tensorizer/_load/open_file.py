@@ -509,8 +509,14 @@ class OpenFile(OpenIndex):
         if self.checks_whole and verify_hash is not None and not verify_hash:
             raise ValueError("verify_hash=False: in a file in clear, hashes are what binds the data to its signature")
         self._verify = self.checks_whole if verify_hash is None else bool(verify_hash)
-        if self._verify:
+        if not self._verify:
+            return
+        try:
             self.verify_index()
+        except HashMismatchError:
+            if self.index.encrypted and self.readable:  # a record tells whether the tag of its file was removed
+                self.read(self.selection[:1], verify=True)
+            raise
 
     def check_files(self, readers: Optional[Sequence[FileReader]] = None) -> None:
         """Compares whole files, all by default, with the digests that they have to have, where the load says so.
@@ -1125,12 +1131,7 @@ def file_of(
         if not options.without_key:
             file.verify_by(options.verify_hash)
             if options.verification.where_stored and file.index.stores_hashes:
-                try:
-                    file.verify_by(True)
-                except HashMismatchError:
-                    if file.index.encrypted:  # a record tells whether the tag of its file was removed
-                        file.read(file.selection[:1], verify=True)
-                    raise
+                file.verify_by(True)
     except BaseException:
         opened.close()
         raise

@@ -205,6 +205,8 @@ def test_a_file_whose_tag_was_removed_is_refused_without_any_policy(tmp_path):  
                 with pytest.raises(AuthenticationError, match="it belongs to an authenticated file"):
                     read(encryption=OPEN)
                 assert name
+        with pytest.raises(AuthenticationError, match="it belongs to an authenticated file"):
+            opened(data, encryption=OPEN, verify_hash=True)
     sealed = auth.without(encrypted(), auth.TAG)
     with (
         opened(sealed, encryption=OPEN, lazy_load=True) as file,
