@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paths import ROOT
+from servers.certificates import make_certificates
 from servers.file_server import serve_folder
 
 from tensorizer import DecryptionParams, EncryptionParams, HashMismatchError, LoadError, SigningKey, save_file, sign
@@ -234,6 +235,16 @@ def test_a_server_is_a_place_for_weights_with_a_cache(formats, folder, tmp_path_
         assert_loaded(load(formats, address, verify=f"{address}/{os.path.basename(sums)}", **config))
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         load(formats, address)
+
+
+def test_a_server_whose_authority_a_variable_names_is_a_place_for_weights(formats, folder, tmp_path_factory):
+    certificates = make_certificates(tmp_path_factory.mktemp("certificates"))
+    with serve_folder(folder, context=certificates.context()) as address, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SSL_CERT_FILE", str(certificates.authority))
+        assert_loaded(load(formats, address))
+        environment.setenv("SSL_CERT_FILE", str(certificates.self_signed))
+        with pytest.raises(OSError, match="certificate"):
+            load(formats, address)
 
 
 @pytest.mark.parametrize("stops_early", [False, True])

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import http.server
 import re
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 
 from . import serving
 
@@ -40,10 +42,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve_folder(folder: Path, tells_version: bool = False) -> Iterator[str]:
-    """A block in which a server serves ``folder``; gives its address. The server can send the version of each file."""
+def serve_folder(folder: Path, tells_version: bool = False, context: Optional[ssl.SSLContext] = None) -> Iterator[str]:
+    """A block in which a server serves ``folder``; gives its address. The server can send the version of each file, and
+    speaks TLS with a `context`."""
     kind = type("Handler", (_Handler,), {"tells_version": tells_version})
     handler = functools.partial(kind, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     with serving(server):
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"{'http' if context is None else 'https'}://127.0.0.1:{server.server_port}"
