@@ -221,6 +221,9 @@ def pytest_configure(config):
     missing = missing_servers()
     if missing and os.environ.get("TENSORIZER_REQUIRE_SERVERS") == "1":
         raise pytest.UsageError(f"TENSORIZER_REQUIRE_SERVERS=1, but not installed: {', '.join(missing)}")
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers fill the cores: further threads would wait in loops
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     # If a shell starts this in the background, this process and its children ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -311,7 +311,9 @@ def hub_that(answers):
 
 
 @pytest.mark.parametrize("answers", ["offline", "refused", "503"])
-def test_a_repository_in_the_cache_loads_while_the_hub_is_down_or_must_not_be_asked(tmp_path, answers):
+def test_a_repository_in_the_cache_loads_while_the_hub_is_down_or_must_not_be_asked(
+    tmp_path, answers, fresh_process, monkeypatch
+):
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     pytest.importorskip("fsspec", reason="fsspec is not installed")
     repository = tmp_path / "hub" / "models--org--tiny"
@@ -319,13 +321,11 @@ def test_a_repository_in_the_cache_loads_while_the_hub_is_down_or_must_not_be_as
     (repository / "refs" / "main").write_text(FIRST)
     tiny_models.llama().save_pretrained(repository / "snapshots" / FIRST)
     with hub_that(answers) as where:
-        environment = {**os.environ, **where, "HF_HOME": str(tmp_path)}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         for name in ("HF_TOKEN", "HF_HUB_CACHE", "no_proxy"):
-            environment.pop(name, None)
-        done = subprocess.run(
-            [sys.executable, "-c", DOWN, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=280
-        )
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {**where, "HF_HOME": str(tmp_path)}.items():
+            monkeypatch.setenv(name, value)
+        done = fresh_process(DOWN, tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line[5:].split(" | ") for line in done.stdout.splitlines() if line.startswith("STEP ")]
     found = {name: (answer, int(told)) for name, (answer, told) in ((n, rest.rsplit(" ", 1)) for n, rest in lines)}

@@ -609,8 +609,8 @@ for source in sys.argv[1:]:
             file.write(begin)
             file.truncate(300 << 30)
     with FaultyServer(b"\0" * 1000, default=answer) as server:
-        urls = [f"{server.url.rpartition('/')[0]}/1"]  # a GiB of each is read: one tells how a server is read
-        places = urls if over == "HTTP" else paths
+        # A GiB of each is read, so each is read from one place only.
+        places = [f"{server.url.rpartition('/')[0]}/1"] if over == "HTTP" else [paths[0], paths[2]]
         done = fresh_process(program, *places)
     assert (done.returncode, done.stdout) == (0, "refused\n" * len(places)), done.stderr
 
