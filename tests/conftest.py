@@ -21,6 +21,8 @@ from servers import missing_servers, needs
 from servers.s3_server import S3Server, s3_is_installed
 
 REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
+# Every run reads golden files of all releases. Only the nightly run starts the earlier ones, too.
+SAMPLED_RELEASES = [*(pytest.param(r, marks=pytest.mark.slow) for r in REFERENCE_RELEASES[:-1]), REFERENCE_RELEASES[-1]]
 
 
 def pytest_collection_modifyitems(items):

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import reference_torch_compat
+from conftest import SAMPLED_RELEASES
 
-RELEASES = ["2.12.1", "2.11.1"]
 
-
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=SAMPLED_RELEASES)
 def reference(request, reference_python):
     python = reference_python(request.param)
 
