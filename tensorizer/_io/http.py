@@ -137,7 +137,7 @@ class CURLStreamFile(WindowedReader):
         stream._closed = True
         first, last = _checked_range(begin, end)
         nbytes = _DEFAULT_BUFFER_NBYTES if buffer_size is None else config.buffer_size(buffer_size, 0)
-        stream._open(url, native, first, last, nbytes, url_provider, url_lifetime, display_name, cached)
+        stream._open(_quoted(url), native, first, last, nbytes, url_provider, url_lifetime, display_name, cached)
         return stream
 
     def _open(

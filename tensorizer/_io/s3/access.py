@@ -673,7 +673,9 @@ def presign(client: Any, method: str, params: dict[str, Any], seconds: int) -> S
     events = getattr(client.meta, "events", None)
     if events is not None:
         events.register("before-sign.s3", _remember, unique_id="tensorizer-presign")
-    url: str = client.generate_presigned_url(method, Params=params, ExpiresIn=seconds)
+    url = client.generate_presigned_url(method, Params=params, ExpiresIn=seconds)
+    if not isinstance(url, str):  # of a client that the caller made; the extension would quote it
+        raise TypeError(f"s3_client_factory: expected str from generate_presigned_url, got {type(url).__name__}")
     headers, _signing.headers = _signing.headers, {}
     return SignedRequest(url, {name: value for name, value in headers.items() if _is_sent(name, url)})
 
