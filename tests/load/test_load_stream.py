@@ -246,8 +246,11 @@ def write_sums(folder):
     return folder / "SHA256SUMS"
 
 
-def change_loads(monkeypatch, before) -> None:
-    """Groups are small, and two files are hashed at once; `before` is called with each group before it is loaded."""
+def change_loads(monkeypatch, group_nbytes, before) -> None:
+    """Groups have at most so many bytes, and two files are hashed at once.
+
+    `before` is called with each group before it is loaded.
+    """
     load_of = streaming._load_of
 
     def changed(file, group, progress):
@@ -261,7 +264,7 @@ def change_loads(monkeypatch, before) -> None:
 
     monkeypatch.setattr(OpenFile, "files_at_once", 2)
     monkeypatch.setattr(streaming, "_load_of", changed)
-    monkeypatch.setattr(streaming, "_GROUP_NBYTES", 20_000)
+    monkeypatch.setattr(streaming, "_GROUP_NBYTES", group_nbytes)
 
 
 def test_load_stream_hashes_several_files_at_once(folder, monkeypatch):
@@ -273,19 +276,23 @@ def test_load_stream_hashes_several_files_at_once(folder, monkeypatch):
             seen.add(reader)
             both.wait()
 
-    change_loads(monkeypatch, wait_for_the_other_file)
+    change_loads(monkeypatch, 20_000, wait_for_the_other_file)
     assert_is_all(dict(load_stream(folder, verify=write_sums(folder))))
     assert len(seen) == 2
 
 
 def test_a_load_that_fails_leaves_no_other_one_waiting_for_its_bytes(folder, monkeypatch):
-    def refuse_groups_of_two_files(group):
-        if len(group.parts) > 1:
+    refused = []
+
+    def refuse_the_first(group):
+        if group.parts[0][0].source_name == str(shards_of(folder)[0]):
+            refused.append(group)
             raise RuntimeError("refused")
 
-    change_loads(monkeypatch, refuse_groups_of_two_files)
+    change_loads(monkeypatch, 60_000, refuse_the_first)
     with pytest.raises(RuntimeError, match="refused"):
         list(load_stream(folder, verify=write_sums(folder)))
+    assert len(refused[0].parts) == 2  # the next group has the rest of the second file
 
 
 @pytest.mark.slow
