@@ -73,15 +73,15 @@ def stated_sha256(location: Any) -> Optional[str]:
         if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--"):
             stated = blob.name
     else:
-        import huggingface_hub
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
         found = _FILE.match(location)
-        address = location if location.startswith(f"{huggingface_hub.constants.ENDPOINT}/") else None
+        address = location if location.startswith(f"{constants.ENDPOINT}/") else None
         if found is not None:
             revision = None if found[2] is None else urllib.parse.unquote(found[2])
-            address = huggingface_hub.hf_hub_url(found[1], found[3], revision=revision)
+            address = hf_hub_url(found[1], found[3], revision=revision)
         if address is not None:
-            stated = huggingface_hub.get_hf_file_metadata(address).etag or ""
+            stated = get_hf_file_metadata(address).etag or ""
     if stated is None:
         raise ValueError(
             f"{shown_location(location)}: expected a file of the hub or of its cache, since the hub is asked for its "

@@ -220,6 +220,19 @@ def test_a_bucket_of_the_hub_is_refused_with_what_is_supported():
             from_pretrained(uri)
 
 
+def test_verify_hub_refuses_other_places_also_if_nothing_has_used_the_hub_before(fresh_process):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    program = """
+from tensorizer._io.hub_cache import stated_sha256
+try:
+    stated_sha256("https://example.invalid/model.safetensors")
+except ValueError as error:
+    print(error)
+"""
+    done = fresh_process(program)
+    assert "example.invalid/model.safetensors: expected a file of the hub" in done.stdout, done.stderr
+
+
 def test_a_hub_that_names_no_commit_is_not_read(monkeypatch):
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha=None, siblings=[]))
