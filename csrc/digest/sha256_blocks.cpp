@@ -106,15 +106,16 @@ void leave_avx_state() noexcept {
 
 }  // namespace
 
-bool sha_unit_supported() noexcept {
+bool sha_instructions_supported() noexcept {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kShaBit = 1u << 29;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (ebx & kShaBit) == 0) return false;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_SSE4_1) != 0;
 }
 
-__attribute__((target("sha,sse4.1"))) void sha_unit_absorb(uint32_t* state, const std::byte* data,
-                                                           size_t nblocks) noexcept {
+__attribute__((target("sha,sse4.1"))) void sha_instructions_absorb(uint32_t* state,
+                                                                   const std::byte* data,
+                                                                   size_t nblocks) noexcept {
   leave_avx_state();
   Lane lane;
   load_state(lane, state);
@@ -126,11 +127,11 @@ __attribute__((target("sha,sse4.1"))) void sha_unit_absorb(uint32_t* state, cons
   store_state(lane, state);
 }
 
-__attribute__((target("sha,sse4.1"))) void sha_unit_absorb_pair(uint32_t* state_a,
-                                                                const std::byte* data_a,
-                                                                uint32_t* state_b,
-                                                                const std::byte* data_b,
-                                                                size_t nblocks) noexcept {
+__attribute__((target("sha,sse4.1"))) void sha_instructions_absorb_pair(uint32_t* state_a,
+                                                                        const std::byte* data_a,
+                                                                        uint32_t* state_b,
+                                                                        const std::byte* data_b,
+                                                                        size_t nblocks) noexcept {
   leave_avx_state();
   Lane a, b;
   load_state(a, state_a);
@@ -222,10 +223,10 @@ TENSORIZER_SHA2_INLINE void add_state(Lane& lane, uint32x4_t abcd, uint32x4_t ef
 
 }  // namespace
 
-bool sha_unit_supported() noexcept { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
+bool sha_instructions_supported() noexcept { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
 
-TENSORIZER_SHA2 void sha_unit_absorb(uint32_t* state, const std::byte* data,
-                                     size_t nblocks) noexcept {
+TENSORIZER_SHA2 void sha_instructions_absorb(uint32_t* state, const std::byte* data,
+                                             size_t nblocks) noexcept {
   Lane lane;
   load_state(lane, state);
   for (; nblocks > 0; --nblocks, data += 64) {
@@ -236,9 +237,9 @@ TENSORIZER_SHA2 void sha_unit_absorb(uint32_t* state, const std::byte* data,
   store_state(lane, state);
 }
 
-TENSORIZER_SHA2 void sha_unit_absorb_pair(uint32_t* state_a, const std::byte* data_a,
-                                          uint32_t* state_b, const std::byte* data_b,
-                                          size_t nblocks) noexcept {
+TENSORIZER_SHA2 void sha_instructions_absorb_pair(uint32_t* state_a, const std::byte* data_a,
+                                                  uint32_t* state_b, const std::byte* data_b,
+                                                  size_t nblocks) noexcept {
   Lane a, b;
   load_state(a, state_a);
   load_state(b, state_b);
@@ -260,10 +261,10 @@ TENSORIZER_SHA2 void sha_unit_absorb_pair(uint32_t* state_a, const std::byte* da
 
 namespace tensorizer::digest {
 
-bool sha_unit_supported() noexcept { return false; }
-void sha_unit_absorb(uint32_t*, const std::byte*, size_t) noexcept {}
-void sha_unit_absorb_pair(uint32_t*, const std::byte*, uint32_t*, const std::byte*,
-                          size_t) noexcept {}
+bool sha_instructions_supported() noexcept { return false; }
+void sha_instructions_absorb(uint32_t*, const std::byte*, size_t) noexcept {}
+void sha_instructions_absorb_pair(uint32_t*, const std::byte*, uint32_t*, const std::byte*,
+                                  size_t) noexcept {}
 
 }  // namespace tensorizer::digest
 

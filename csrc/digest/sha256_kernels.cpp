@@ -16,37 +16,41 @@ void openssl_one(const BlockRun* runs, size_t, size_t nblocks) noexcept {
   openssl_absorb(runs[0].state, runs[0].data, nblocks);
 }
 
-void sha_unit_one(const BlockRun* runs, size_t, size_t nblocks) noexcept {
-  sha_unit_absorb(runs[0].state, runs[0].data, nblocks);
+void sha_instructions_one(const BlockRun* runs, size_t, size_t nblocks) noexcept {
+  sha_instructions_absorb(runs[0].state, runs[0].data, nblocks);
 }
 
-void sha_unit_two(const BlockRun* runs, size_t, size_t nblocks) noexcept {
-  sha_unit_absorb_pair(runs[0].state, runs[0].data, runs[1].state, runs[1].data, nblocks);
+void sha_instructions_two(const BlockRun* runs, size_t, size_t nblocks) noexcept {
+  sha_instructions_absorb_pair(runs[0].state, runs[0].data, runs[1].state, runs[1].data, nblocks);
 }
 
-bool has_both() noexcept { return sha_lanes_supported() && sha_unit_supported(); }
+bool has_both() noexcept { return sha_lanes_supported() && sha_instructions_supported(); }
 bool has_nothing_special() noexcept { return true; }
 
 // Where to change over on Sapphire Rapids. A byte takes, in cycles of the time stamp counter: one
 // message at a time 1.65 with SHA-NI (OpenSSL without it: four times that), a pair 1.4, eight full
 // lanes 1.0, sixteen 0.77. On Zen 4 a pair is faster than any lanes.
-constexpr Sha256Kernel::Width kBothWidths[] = {
-    {11, 16, &sha_absorb_16}, {6, 8, &sha_absorb_8}, {2, 2, &sha_unit_two}, {1, 1, &sha_unit_one}};
+constexpr Sha256Kernel::Width kBothWidths[] = {{11, 16, &sha_absorb_16},
+                                               {6, 8, &sha_absorb_8},
+                                               {2, 2, &sha_instructions_two},
+                                               {1, 1, &sha_instructions_one}};
 constexpr Sha256Kernel::Width kLanesWidths[] = {
     {9, 16, &sha_absorb_16}, {2, 8, &sha_absorb_8}, {1, 1, &openssl_one}};
-constexpr Sha256Kernel::Width kShaUnitWidths[] = {{2, 2, &sha_unit_two}, {1, 1, &sha_unit_one}};
+constexpr Sha256Kernel::Width kShaInstructionsWidths[] = {{2, 2, &sha_instructions_two},
+                                                          {1, 1, &sha_instructions_one}};
 constexpr Sha256Kernel::Width kOpensslWidths[] = {{1, 1, &openssl_one}};
 
 #if defined(__aarch64__)
-constexpr const char* kShaUnit = "armv8-sha2";
+constexpr const char* kShaInstructions = "armv8-sha2";
 #else
-constexpr const char* kShaUnit = "sha-ni";
+constexpr const char* kShaInstructions = "sha-ni";
 #endif
 
-constexpr Sha256Kernel kKernels[] = {{"avx512+sha-ni", &has_both, kBothWidths},
-                                     {kShaUnit, &sha_unit_supported, kShaUnitWidths},
-                                     {"avx512", &sha_lanes_supported, kLanesWidths},
-                                     {"openssl", &has_nothing_special, kOpensslWidths}};
+constexpr Sha256Kernel kKernels[] = {
+    {"avx512+sha-ni", &has_both, kBothWidths},
+    {kShaInstructions, &sha_instructions_supported, kShaInstructionsWidths},
+    {"avx512", &sha_lanes_supported, kLanesWidths},
+    {"openssl", &has_nothing_special, kOpensslWidths}};
 
 // Time of this thread for a byte of `messages` messages, each of its own 4 KiB of `bytes`; the best
 // of several, since the first of them warms up and others may be interrupted.

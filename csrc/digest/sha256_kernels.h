@@ -55,20 +55,21 @@ std::vector<Sha256Kernel::Width> widths_for(const Sha256Times& times);
 void absorb_all(const Sha256Kernel& kernel, std::span<BlockRun> runs) noexcept;
 
 // The block functions, which the kernels are made of: OpenSSL's, for every processor; one on the
-// SHA instructions of x86-64 or aarch64 (sha_unit_*, REQUIRES: sha_unit_supported()); one on
-// AVX-512. Whether this processor, and this build, has SHA instructions:
-bool sha_unit_supported() noexcept;
+// SHA instructions of x86-64 or aarch64 (sha_instructions_*, REQUIRES:
+// sha_instructions_supported()); one on AVX-512. Whether this processor, and this build, has SHA
+// instructions:
+bool sha_instructions_supported() noexcept;
 
 // Absorbs `nblocks` blocks of 64 bytes into `state`, eight words.
 void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept;
 
 // The same on SHA instructions: `nblocks` blocks of 64 bytes into `state`, eight words.
-void sha_unit_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept;
+void sha_instructions_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept;
 
 // Two messages at once, as many blocks of each: one message alone waits for its own previous round
 // most of the time.
-void sha_unit_absorb_pair(uint32_t* state_a, const std::byte* data_a, uint32_t* state_b,
-                          const std::byte* data_b, size_t nblocks) noexcept;
+void sha_instructions_absorb_pair(uint32_t* state_a, const std::byte* data_a, uint32_t* state_b,
+                                  const std::byte* data_b, size_t nblocks) noexcept;
 
 // Whether this processor, its operating system and this build have AVX-512, where every message has
 // one 32-bit lane of the registers, so that sixteen or eight of them advance together.

@@ -9,15 +9,15 @@
 namespace tensorizer::crypto {
 namespace {
 
-// Input and output of a step together take half of a 32 KiB cache. A multiple of every batch of the
-// keystreams.
-constexpr size_t kStepNbytes = 8192;
+// Input and output of a stretch together take half of a 32 KiB cache. A multiple of every batch of
+// the keystreams.
+constexpr size_t kStretchNbytes = 8192;
 
 // Block 0 gives the MAC's key in its first half; its second half encrypts the first bytes of the
 // message.
-constexpr size_t kHeadNbytes = 32;
+constexpr size_t kFirstNbytes = 32;
 
-constexpr size_t kNonceHeadNbytes = 16;  // goes into the subkey, the other 8 bytes into Salsa20
+constexpr size_t kNonceStartNbytes = 16;  // goes into the subkey, the other 8 bytes into Salsa20
 
 // Below this the powers of r cost more than the vectors save.
 constexpr size_t kVectorNbytes = 512;
@@ -29,7 +29,7 @@ class Box {
       : parts_(parts), poly_blocks_(nbytes < kVectorNbytes ? &poly1305_blocks : parts.poly_blocks) {
     uint8_t subkey[32];
     hsalsa20(subkey, key, nonce);
-    secret_.salsa = salsa20_state(subkey, nonce + kNonceHeadNbytes);
+    secret_.salsa = salsa20_state(subkey, nonce + kNonceStartNbytes);
     salsa20_block(secret_.block0, secret_.salsa, 0);
     poly1305_start(secret_.poly, secret_.block0);
     if (nbytes >= kVectorNbytes) poly1305_fill_powers(secret_.poly);
@@ -43,11 +43,11 @@ class Box {
   // 32 plus a multiple of 64.
   void crypt(uint8_t* out, const uint8_t* in, size_t offset, size_t nbytes) const noexcept {
     if (offset == 0) {
-      const uint8_t* stream = secret_.block0 + kHeadNbytes;
+      const uint8_t* stream = secret_.block0 + kFirstNbytes;
       for (size_t i = 0; i < nbytes; ++i) out[i] = static_cast<uint8_t>(in[i] ^ stream[i]);
     } else {
       parts_.salsa_xor(out, in, nbytes, secret_.salsa,
-                       1 + (offset - kHeadNbytes) / kSalsaBlockNbytes);
+                       1 + (offset - kFirstNbytes) / kSalsaBlockNbytes);
     }
   }
 
@@ -75,12 +75,13 @@ class Box {
   Secret secret_;
 };
 
-// Calls fn(offset, nbytes) for the head and then for every step.
+// Calls fn(offset, nbytes) for the first bytes and then for every stretch.
 template <class Fn>
-void for_each_step(size_t nbytes, Fn&& fn) {
-  const size_t head = std::min(nbytes, kHeadNbytes);
-  fn(size_t{0}, head);
-  for (size_t at = head; at < nbytes; at += kStepNbytes) fn(at, std::min(kStepNbytes, nbytes - at));
+void for_each_stretch(size_t nbytes, Fn&& fn) {
+  const size_t first = std::min(nbytes, kFirstNbytes);
+  fn(size_t{0}, first);
+  for (size_t at = first; at < nbytes; at += kStretchNbytes)
+    fn(at, std::min(kStretchNbytes, nbytes - at));
 }
 
 bool fits(Box& box, const uint8_t* mac) noexcept {
@@ -96,7 +97,7 @@ bool fits(Box& box, const uint8_t* mac) noexcept {
 void fused_seal(const BoxParts& parts, uint8_t* cipher, uint8_t* mac, const uint8_t* plain,
                 size_t nbytes, const uint8_t* nonce, const uint8_t* key) noexcept {
   Box box(parts, nbytes, nonce, key);
-  for_each_step(nbytes, [&](size_t at, size_t n) {
+  for_each_stretch(nbytes, [&](size_t at, size_t n) {
     box.crypt(cipher + at, plain + at, at, n);
     box.absorb(cipher + at, n);
   });
@@ -107,12 +108,13 @@ bool fused_open(const BoxParts& parts, uint8_t* plain, const uint8_t* cipher, co
                 size_t nbytes, const uint8_t* nonce, const uint8_t* key) noexcept {
   Box box(parts, nbytes, nonce, key);
   if (plain == cipher) {  // the ciphertext must survive a refusal: MAC first, then a second pass
-    for_each_step(nbytes, [&](size_t at, size_t n) { box.absorb(cipher + at, n); });
+    for_each_stretch(nbytes, [&](size_t at, size_t n) { box.absorb(cipher + at, n); });
     if (!fits(box, mac)) return false;
-    for_each_step(nbytes, [&](size_t at, size_t n) { box.crypt(plain + at, cipher + at, at, n); });
+    for_each_stretch(nbytes,
+                     [&](size_t at, size_t n) { box.crypt(plain + at, cipher + at, at, n); });
     return true;
   }
-  for_each_step(nbytes, [&](size_t at, size_t n) {
+  for_each_stretch(nbytes, [&](size_t at, size_t n) {
     box.absorb(cipher + at, n);
     box.crypt(plain + at, cipher + at, at, n);
   });

@@ -1,5 +1,5 @@
-// secretbox from a keystream and a MAC that are vectorised apart: both go over the message in steps
-// small enough to stay in the first-level cache, so that memory is read once. Stateless.
+// secretbox from a keystream and a MAC that are vectorised apart: both go over the message in
+// stretches small enough to stay in the first-level cache, so that memory is read once. Stateless.
 #pragma once
 
 #include <cstddef>

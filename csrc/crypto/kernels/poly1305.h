@@ -1,7 +1,7 @@
 // Poly1305: scalar arithmetic, and the interface of the vectorised block functions. Pure.
 //
 // Numbers modulo 2^130 - 5 are three limbs of 44, 44 and 42 bits, which may hold a few bits more
-// between steps. No branch and no address depends on the key, the accumulator or the data; only
+// between rounds. No branch and no address depends on the key, the accumulator or the data; only
 // lengths decide what is executed. Source: Bernstein, "The Poly1305-AES message-authentication
 // code"; RFC 8439, section 2.5.
 #pragma once

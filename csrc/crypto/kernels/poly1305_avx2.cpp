@@ -1,6 +1,6 @@
-// Poly1305 over eight blocks per step with 32-bit multiplication, in five limbs of 26 bits.
+// Poly1305 over eight blocks per round with 32-bit multiplication, in five limbs of 26 bits.
 //
-// Four lanes hold four running sums. Every step does V = V * r^8 + A * r^4 + B, where A and B are
+// Four lanes hold four running sums. Each round does V = V * r^8 + A * r^4 + B, where A and B are
 // the next eight blocks, so only one reduction is paid for both; at the end lane j is weighted by
 // the power of r that its last block still lacks, and the lanes are added up.
 #if defined(__x86_64__)
@@ -16,7 +16,7 @@ namespace {
 
 using u128 = unsigned __int128;
 
-constexpr size_t kStepBlocks = 8;
+constexpr size_t kRoundBlocks = 8;
 constexpr size_t kHalfNbytes = 4 * kPolyBlockNbytes;
 constexpr uint64_t kMask26 = (uint64_t{1} << 26) - 1;
 
@@ -141,7 +141,7 @@ INLINE __m256i in_lane_0(uint64_t value) {
 }  // namespace
 
 TARGET void poly1305_blocks_avx2(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept {
-  if (nblocks >= kStepBlocks) {
+  if (nblocks >= kRoundBlocks) {
     const Factor r4 = factor(state.powers[3]), r8 = factor(state.powers[7]);
     const Limbs26 h = to_26(state.h);
     // What was absorbed before belongs to the first block, which load() puts into lane 0.
@@ -150,8 +150,8 @@ TARGET void poly1305_blocks_avx2(Poly1305& state, const uint8_t* data, size_t nb
     Number d = zero();
     multiply_add(d, add(load(data), before), r4);
     Number v = add(reduce(d), load(data + kHalfNbytes));
-    for (data += 2 * kHalfNbytes, nblocks -= kStepBlocks; nblocks >= kStepBlocks;
-         data += 2 * kHalfNbytes, nblocks -= kStepBlocks) {
+    for (data += 2 * kHalfNbytes, nblocks -= kRoundBlocks; nblocks >= kRoundBlocks;
+         data += 2 * kHalfNbytes, nblocks -= kRoundBlocks) {
       d = zero();
       multiply_add(d, load(data), r4);
       multiply_add(d, v, r8);

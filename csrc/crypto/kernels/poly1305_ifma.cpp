@@ -1,6 +1,6 @@
-// Poly1305 over sixteen blocks per step with 52-bit multiply-add.
+// Poly1305 over sixteen blocks per round with 52-bit multiply-add.
 //
-// Eight lanes hold eight running sums. Every step does V = V * r^16 + A * r^8 + B, where A and B
+// Eight lanes hold eight running sums. Each round does V = V * r^16 + A * r^8 + B, where A and B
 // are the next sixteen blocks, so only one reduction is paid for both; at the end lane j is
 // weighted by the power of r that its last block still lacks, and the lanes are added up.
 #if defined(__x86_64__)
@@ -20,7 +20,7 @@
 namespace tensorizer::crypto {
 namespace {
 
-constexpr size_t kStepBlocks = 16;
+constexpr size_t kRoundBlocks = 16;
 constexpr size_t kHalfNbytes = 8 * kPolyBlockNbytes;
 
 struct Number {  // eight numbers, a limb per register
@@ -121,7 +121,7 @@ INLINE __m512i in_lane_0(uint64_t value) {
 }  // namespace
 
 TARGET void poly1305_blocks_ifma(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept {
-  if (nblocks >= kStepBlocks) {
+  if (nblocks >= kRoundBlocks) {
     const Factor r8 = factor(state.powers[7]), r16 = factor(state.power16);
     const Limbs& h = state.h;
     // What was absorbed before belongs to the first block, which load() puts into lane 0.
@@ -129,8 +129,8 @@ TARGET void poly1305_blocks_ifma(Poly1305& state, const uint8_t* data, size_t nb
     Product p = zero();
     multiply_add(p, add(load(data), before), r8);
     Number v = add(reduce(p), load(data + kHalfNbytes));
-    for (data += 2 * kHalfNbytes, nblocks -= kStepBlocks; nblocks >= kStepBlocks;
-         data += 2 * kHalfNbytes, nblocks -= kStepBlocks) {
+    for (data += 2 * kHalfNbytes, nblocks -= kRoundBlocks; nblocks >= kRoundBlocks;
+         data += 2 * kHalfNbytes, nblocks -= kRoundBlocks) {
       p = zero();
       multiply_add(p, load(data), r8);
       multiply_add(p, v, r16);

@@ -1,6 +1,6 @@
-// Poly1305 over four blocks per step with 32-bit multiplication, in five limbs of 26 bits.
+// Poly1305 over four blocks per round with 32-bit multiplication, in five limbs of 26 bits.
 //
-// Two lanes hold two running sums. Every step does V = V * r^4 + A * r^2 + B, where A and B are the
+// Two lanes hold two running sums. Each round does V = V * r^4 + A * r^2 + B, where A and B are the
 // next four blocks, so only one reduction is paid for both; at the end lane j is weighted by the
 // power of r that its last block still lacks, and the lanes are added up.
 #if defined(__aarch64__)
@@ -15,7 +15,7 @@ namespace {
 
 using u128 = unsigned __int128;
 
-constexpr size_t kStepBlocks = 4;
+constexpr size_t kRoundBlocks = 4;
 constexpr size_t kHalfNbytes = 2 * kPolyBlockNbytes;
 constexpr uint64_t kMask26 = (uint64_t{1} << 26) - 1;
 
@@ -113,7 +113,7 @@ INLINE Number zero() { return {{all(0), all(0), all(0), all(0), all(0)}}; }
 }  // namespace
 
 void poly1305_blocks_neon(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept {
-  if (nblocks >= kStepBlocks) {
+  if (nblocks >= kRoundBlocks) {
     const auto& powers = state.powers;  // powers[i] is r^(i + 1)
     const Factor r2 = factor(powers[1], powers[1]), r4 = factor(powers[3], powers[3]);
     const Limbs26 h = to_26(state.h);
@@ -123,8 +123,8 @@ void poly1305_blocks_neon(Poly1305& state, const uint8_t* data, size_t nblocks) 
     Number d = zero();
     multiply_add(d, add(load(data), before), r2);
     Number v = add(reduce(d), load(data + kHalfNbytes));
-    for (data += 2 * kHalfNbytes, nblocks -= kStepBlocks; nblocks >= kStepBlocks;
-         data += 2 * kHalfNbytes, nblocks -= kStepBlocks) {
+    for (data += 2 * kHalfNbytes, nblocks -= kRoundBlocks; nblocks >= kRoundBlocks;
+         data += 2 * kHalfNbytes, nblocks -= kRoundBlocks) {
       d = zero();
       multiply_add(d, load(data), r2);
       multiply_add(d, v, r4);
