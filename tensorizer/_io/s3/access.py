@@ -487,13 +487,16 @@ def resolve(location: S3Location, options: S3Options, call: CallOptions = PLAIN,
 
 
 def store_of(location: S3Location, call: CallOptions, *, write: bool) -> tuple[S3Options, S3Access]:
-    """What the caller said, and the access to the store, of which one call has one for all its objects."""
+    """What the caller said, and the access to the store, of which one call has one for all its objects.
 
-    def found() -> tuple[S3Options, S3Access]:
-        options = S3Options.of(call.stream)
-        return options, resolve(location, options, call, write=write)
+    Copies of a call, with which it shares the access, may say other arguments of requests.
+    """
+    options = S3Options.of(call.stream)
 
-    return call.once(("store", location.bucket, write), found)
+    def found() -> S3Access:
+        return resolve(location, options, call, write=write)
+
+    return options, call.once(("store", location.bucket, write), found)
 
 
 def named_endpoint(options: S3Options) -> Optional[str]:
