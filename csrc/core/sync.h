@@ -22,6 +22,7 @@ namespace tensorizer {
 class TZR_TSA(capability("mutex")) Mutex {
  public:
   void lock() TZR_TSA(acquire_capability()) { mutex_->lock(); }
+  bool try_lock() TZR_TSA(try_acquire_capability(true)) { return mutex_->try_lock(); }
   void unlock() TZR_TSA(release_capability()) {
     // A thread that held it at the fork does not exist in the child.
     if (std::mutex* mutex = mutex_.current()) mutex->unlock();
@@ -36,6 +37,9 @@ class TZR_TSA(scoped_lockable) MutexLock {
   explicit MutexLock(Mutex& mutex) TZR_TSA(acquire_capability(mutex)) : mutex_(mutex) {
     mutex_.lock();
   }
+  // Of a mutex that this thread has locked.
+  MutexLock(Mutex& mutex, std::adopt_lock_t /*unused*/) TZR_TSA(requires_capability(mutex))
+      : mutex_(mutex) {}
   ~MutexLock() TZR_TSA(release_capability()) { mutex_.unlock(); }
   MutexLock(const MutexLock&) = delete;
   MutexLock& operator=(const MutexLock&) = delete;

@@ -200,11 +200,11 @@ bool RecordDigester::help() {
   return true;
 }
 
-bool RecordDigester::help_with_any() {
+bool RecordDigester::help_with(size_t least) {
   Work work;
   {
     MutexLock lock(mutex_);
-    if (ready_.empty()) return false;
+    if (ready_.size() < least) return false;
     work = take_share();
   }
   hash(work);

@@ -84,8 +84,8 @@ class RecordDigester {
   // the bytes leave the cache. False: nothing was done.
   bool help();
 
-  // As help(), with whatever has come, if it is a single step: for a thread that would wait.
-  bool help_with_any();
+  // As help(), as soon as `least` records have a step, 1 or more: for a thread that would wait.
+  bool help_with(size_t least);
 
   // Whether all steps that have come are digested, but for those behind one that is missing.
   bool is_idle();

@@ -28,6 +28,9 @@ class RangeSink {
   // Writers that are useful at the same time; 0: as many as there are processors.
   virtual unsigned concurrency() const noexcept { return 0; }
 
+  // True where the system lets one thread at a time write: another one would only wait for it.
+  virtual bool one_writer() const noexcept { return false; }
+
   // True where writes may come in any order at no cost, in memory either: a file. An upload holds
   // the parts that are not complete.
   virtual bool any_order() const noexcept { return false; }

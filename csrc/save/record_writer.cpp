@@ -12,6 +12,7 @@
 #include "core/error.h"
 #include "core/pages.h"
 #include "core/run_units.h"
+#include "core/sync.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
 #include "digest/deal.h"
@@ -119,14 +120,29 @@ struct Shared {
 
   // The header of a record in steps is the last of it that is written: all of it is known now.
   void complete(uint32_t record, const digest::RecordDigests& digests,
-                const std::stop_token& stop) const {
+                const std::stop_token& stop) {
     PlannedRecord& planned = job.records[record];
     format::HeaderLayout& header = planned.header;
     if (header.crc32_at != 0) store_le(header.bytes.data() + header.crc32_at, digests.crc32);
     if (header.sha256_at != 0)
       std::ranges::copy(digests.sha256, header.bytes.data() + header.sha256_at);
-    if (plan.steps[record] > 0 && !header.bytes.empty() && !sink.in_order())
-      sink.write_at(planned.offset, io::ConstBuffer(header.bytes), stop);
+    if (plan.steps[record] == 0 || header.bytes.empty() || sink.in_order()) return;
+    if (!sink.one_writer())
+      return sink.write_at(planned.offset, io::ConstBuffer(header.bytes), stop);
+    const MutexLock lock(mutex);
+    complete_headers.push_back(record);
+  }
+
+  // By the thread that holds `writing`.
+  void write_complete_headers(const std::stop_token& stop) {
+    std::vector<uint32_t> complete;
+    {
+      const MutexLock lock(mutex);
+      complete.swap(complete_headers);
+    }
+    for (const uint32_t record : complete)
+      sink.write_at(job.records[record].offset, io::ConstBuffer(job.records[record].header.bytes),
+                    stop);
   }
 
   // All that a unit writes, but for headers of records that are in steps: those are where their
@@ -142,6 +158,10 @@ struct Shared {
   const Plan plan;
   io::RangeSink& sink;
   const bool is_bounded;
+  Mutex writing;  // held by the thread that writes to a sink which takes one writer
+  Mutex mutex;
+  // Of records in steps that are hashed; whoever writes next to such a sink writes them.
+  std::vector<uint32_t> complete_headers GUARDED_BY(mutex);
   RecordDigester digester;
   std::atomic<size_t> written{0};  // units
 };
@@ -175,6 +195,8 @@ class Worker final : public UnitWorker {
   void finish() override {
     write_fetched();
     shared_.digester.finish(stop_);
+    const MutexLock writes(shared_.writing);
+    shared_.write_complete_headers(stop_);
   }
 
  private:
@@ -190,7 +212,7 @@ class Worker final : public UnitWorker {
     write_fetched();
     for (;;) {
       throw_if_stopped(stop_);
-      if (shared_.digester.help_with_any()) continue;
+      if (shared_.digester.help_with(1)) continue;
       const bool all_written = shared_.written.load() >= number && shared_.digester.is_idle();
       if (shared_.sink.make_room(begin, end, all_written ? Wish::anyway : Wish::soon)) return;
     }
@@ -277,7 +299,7 @@ class Worker final : public UnitWorker {
       buffers.push_back(stored_bytes(record.record, at, record.bytes));
       at += record.bytes.size();
     }
-    shared_.sink.write_at(job_.records[unit.first].offset, buffers, stop_);
+    write_at(job_.records[unit.first].offset, buffers);
   }
 
   void write_step(const Unit& unit) {
@@ -287,9 +309,9 @@ class Worker final : public UnitWorker {
       write_sealed(record, unit.offset, plain);
     } else if (shared_.sink.in_order() && unit.step == 0) {
       const std::array<io::ConstBuffer, 2> both{io::ConstBuffer(record.header.bytes), plain};
-      shared_.sink.write_at(record.offset, both, stop_);
+      write_at(record.offset, both);
     } else {
-      shared_.sink.write_at(record.data_offset() + unit.offset, plain, stop_);
+      write_at(record.data_offset() + unit.offset, plain);
     }
     // Only now: the record may be complete with it.
     shared_.digester.add(unit.first, unit.step, plain);
@@ -317,8 +339,22 @@ class Worker final : public UnitWorker {
       cipher_.resize(buffer_.size());
       const io::Buffer room = std::span(cipher_).first(chunk.size());
       seal(room);
-      shared_.sink.write_at(at, room, stop_);
+      write_at(at, room);
     });
+  }
+
+  // Where the sink takes one writer at a time, a thread that finds another one there hashes steps.
+  template <class Bytes>
+  void write_at(uint64_t offset, const Bytes& bytes) {
+    if (!shared_.sink.one_writer()) return shared_.sink.write_at(offset, bytes, stop_);
+    while (!shared_.writing.try_lock()) {
+      if (shared_.digester.help_with(2)) continue;
+      shared_.writing.lock();
+      break;
+    }
+    const MutexLock writes(shared_.writing, std::adopt_lock);
+    shared_.sink.write_at(offset, bytes, stop_);
+    shared_.write_complete_headers(stop_);
   }
 
   template <class Fn>

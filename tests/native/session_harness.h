@@ -34,6 +34,8 @@ using testing::Bytes;
 class MemorySink final : public io::RangeSink {
  public:
   const std::string& name() const noexcept override { return name_; }
+  bool one_writer() const noexcept override { return takes_one_writer; }
+  bool any_order() const noexcept override { return takes_one_writer; }
   using io::RangeSink::write_at;
   void write_at(uint64_t offset, std::span<const io::ConstBuffer> buffers,
                 const std::stop_token& stop) override {
@@ -72,6 +74,7 @@ class MemorySink final : public io::RangeSink {
   Bytes published;
   int fail_at = -1;
   int relocations = 0;
+  bool takes_one_writer = false;               // as a local file
   bool lends = false;                          // room of its own
   int filled = 0;                              // how often
   std::function<void(uint64_t)> before_write;  // by the writing thread, with the offset

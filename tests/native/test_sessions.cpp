@@ -416,6 +416,34 @@ TEST(Sessions, ASaveThatCopiesDealsLargeTensorsInTurn) {
   }
 }
 
+TEST(Sessions, ASinkForOneWriterIsWrittenToByOneThreadAtATime) {
+  std::vector<size_t> sizes(5, 2 * kUnit + 7);
+  sizes.insert(sizes.end(), {0, 5, 100});
+  const auto tensors = make_tensors(sizes, 75);
+  for (const bool encrypted : {false, true}) {
+    for (const bool sha256 : {false, true}) {
+      auto sink = std::make_shared<MemorySink>();
+      sink->takes_one_writer = true;
+      std::atomic<int> writers{0}, overlaps{0};
+      sink->before_write = [&](uint64_t) {
+        if (++writers > 1) ++overlaps;
+        std::this_thread::yield();
+        --writers;
+      };
+      save::SaveOptions options = encrypted ? encrypted_options() : save::SaveOptions{};
+      options.hashes.sha256 = sha256;
+      options.max_workers = 4;
+      save::SaveSession session(sink, 0, options);
+      write_call(session, tensors);
+      EXPECT_EQ(overlaps, 0);
+      PlainSource source(sink->published);
+      std::vector<Bytes> found;
+      EXPECT_NO_THROW(load_all(source, {.keys = encrypted ? ring() : nullptr}, found));
+      for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(found[i], tensors[i].data);
+    }
+  }
+}
+
 // A mount that takes bytes only behind those it has.
 class AppendOnlySink final : public io::RangeSink {
  public:

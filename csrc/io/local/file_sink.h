@@ -62,6 +62,7 @@ class FileSink final : public RangeSink {
 
   const std::string& name() const noexcept override { return name_; }
   unsigned concurrency() const noexcept override;
+  bool one_writer() const noexcept override { return true; }
   bool any_order() const noexcept override { return true; }
   bool in_order() const noexcept override { return options_.in_order; }
   // Whether the new file has the mode that was asked for.
