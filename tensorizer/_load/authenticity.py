@@ -1,4 +1,4 @@
-"""What vouches for a file when it is opened: the tag under its key, signatures in it or beside it, and the policy."""
+"""What authenticates a file when it is opened: the tag under its key, signatures in it or beside it, and the policy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
     """Checks the index of an opened file; its record headers are held against it from then on, as they are read.
 
     Raises:
-        AuthenticationError: The tag or signature does not fit, none by a wanted key is there, or nothing was given that
-            vouches for the file and something has to.
+        AuthenticationError: The tag or signature does not fit, none by a wanted key is there, or the file has to be
+            authenticated and neither a key nor a public key was given.
         CryptographyError: No key can be had for the tag.
         FormatError: A damaged detached signature.
         ValueError: A public key for a ``.safetensors`` file.

@@ -223,7 +223,7 @@ class ModelSignature(NamedTuple):
         signature: Path or URI of the signature (OpenSSF).
         public_key: Path of the public key, as ``model_signing verify key --public_key`` takes it.
         identity: The identity of a keyless signature (Sigstore), such as an address of mail.
-        identity_provider: The URL of the provider that vouches for the identity.
+        identity_provider: The URL of the provider that issued the identity.
     """
 
     signature: Any = None

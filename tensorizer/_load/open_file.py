@@ -232,7 +232,7 @@ class OpenFile(OpenIndex):
 
     @property
     def authenticated(self) -> Optional[str]:
-        """What vouches for all of it: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
+        """What authenticates all of it: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
         found = [_C.authenticated_by(reader.index) for reader in self.readers]
         return _AUTHENTICATED[all(key for key, _ in found), all(bool(signers) for _, signers in found)]
 
@@ -366,7 +366,7 @@ class OpenFile(OpenIndex):
         return [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]
 
     def lacks_hashes(self, i: int) -> bool:
-        """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        """Whether a tensor that was read has data, and neither a digest nor a tag."""
         return self.index.data_nbytes(i) > 0 and not self.hashes(i)
 
     def entry(self, i: int) -> TensorEntry:
@@ -388,7 +388,7 @@ class OpenFile(OpenIndex):
         )
 
     def holds(self, i: int, tensor: torch.Tensor) -> Optional[bool]:
-        """Whether the bytes of a tensor, wherever they are, are those that the file vouches for.
+        """Whether the bytes of a tensor, wherever they are, match the digests of the file.
 
         ``None``: the tensor was stored with data and without a digest, so nothing can be said.
         """
@@ -563,7 +563,7 @@ class OpenFile(OpenIndex):
         asks for it: ``verify_hash=True``.
 
         Raises:
-            VerificationError: A tensor, read now or before, is not what the file vouches for.
+            VerificationError: A tensor, read now or before, does not match the digests of the file.
             ValueError: A tensor that is kept, and was not verified when it was read, cannot be verified any more.
         """
         if self.aliases:
@@ -642,7 +642,7 @@ class OpenFile(OpenIndex):
                     self._verified.update(mine)
 
     def _verify_kept(self, entries: Sequence[int]) -> None:
-        """Compares tensors that were read before with what the file vouches for."""
+        """Compares tensors that were read before with the digests of the file."""
         if not entries:
             return
         converted = [i for i in entries if not self._is_as_stored(i)]
@@ -1051,7 +1051,7 @@ class FileReader:
         return torch.nn.Parameter(moved, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
     def _check_hashes_are_there(self, entries: Sequence[int], headers: _C.LoadedHeaders, verify: bool) -> None:
-        """Nothing is passed on as verified that nothing vouches for. Tensors without data have nothing to verify."""
+        """A tensor that has data and no digest is never passed on as verified."""
         if not verify or self._options.allow_missing_hashes:
             return
         bare = [
@@ -1102,7 +1102,7 @@ def open_file(
     Raises:
         FormatError: Not a file of tensors, an unknown version, a damaged index; shards that are not those of their map.
         CryptographyError: The file is encrypted and there is no key, or the other way round.
-        AuthenticationError: Its index is not what its key or a signature vouches for.
+        AuthenticationError: Its index is not the one that its key or a signature authenticates.
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
         TypeError: An argument of another type.
         OSError: It cannot be opened.
@@ -1157,12 +1157,12 @@ def open_reader(
     filter_func: Optional[FilterFuncType] = None,
     name: Optional[str] = None,
 ) -> FileReader:
-    """Parses the index of an opened file, and checks what vouches for it. `name` is its own in the model's folder.
+    """Parses the index of an opened file; checks its tag and its signatures. `name` is its own in the folder.
 
     Raises:
         FormatError: Not a ``.tensors`` file, an unknown version, a damaged index.
         CryptographyError: The file is encrypted and there is no key, or the other way round.
-        AuthenticationError: Its index is not what its key or a signature vouches for.
+        AuthenticationError: Its index is not the one that its key or a signature authenticates.
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
         MissingHashError: Nothing states the digest of the file that it is to be compared with.
     """

@@ -326,12 +326,12 @@ def open_index(source: Any, call: CallOptions) -> OpenIndex:
 
 
 def read_index(opened: OpenedSource, call: CallOptions, without_key: bool) -> tuple[_C.Index, Optional[_C.KeyRing]]:
-    """The index of an opened file, of which what vouches for it was checked, and the key of its tensors, if given.
+    """The index of an opened file, whose tag and signatures were checked, and the key of its tensors, if given.
 
     Raises:
         FormatError: Not a file of tensors, an unknown version, a damaged index.
         CryptographyError: The file is encrypted and there is no key, unless `without_key`, or the other way round.
-        AuthenticationError: Its index is not what its key or a signature vouches for.
+        AuthenticationError: Its index is not the one that its key or a signature authenticates.
     """
     index = _parsed(opened, call.encryption is not None, without_key)
     keys = key_ring(call.encryption) if index.encrypted and call.encryption is not None else None

@@ -117,7 +117,7 @@ class CheckpointFiles(contextlib.AbstractContextManager["CheckpointFiles"]):
             "not the file that belongs to this checkpoint"
         )
 
-    def vouched(self) -> tuple[tuple[Optional[str], tuple[str, ...]], ...]:
+    def authenticated_by(self) -> tuple[tuple[Optional[str], tuple[str, ...]], ...]:
         """For each open file: whether a key or a signature authenticates it, and the public keys of its signatures."""
         return tuple((file.authenticated, tuple(key.hex() for key in file.signers)) for file in self._open.values())
 

@@ -152,8 +152,9 @@ def verify_folder(
     shares: list[_Share] = ranks.agree(failures, own)
     wrong = dict.fromkeys(mismatch for share in shares for mismatch in share.mismatched)
     names = {mismatch.name for mismatch in wrong}
-    vouched = {found for share in shares for found in share.vouched}
-    signers = [set(signers) for _, signers in vouched]
+    authenticated_by = {found for share in shares for found in share.authenticated_by}
+    ways = {by for by, _ in authenticated_by}
+    signers = [set(signers) for _, signers in authenticated_by]
     return VerifyReport(
         source=folder.where,
         format="checkpoint",
@@ -166,7 +167,7 @@ def verify_folder(
         nbytes=sum(share.nbytes for share in shares),
         seconds=time.monotonic() - begin,
         sharded=True,
-        authenticated=next(iter({by for by, _ in vouched})) if len({by for by, _ in vouched}) == 1 else None,
+        authenticated=ways.pop() if len(ways) == 1 else None,
         signers=tuple(sorted(signers[0].intersection(*signers[1:]))) if signers else (),
     )
 
@@ -177,7 +178,7 @@ class _Share(NamedTuple):
     names: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
     nbytes: int = 0
-    vouched: tuple[tuple[Optional[str], tuple[str, ...]], ...] = ()
+    authenticated_by: tuple[tuple[Optional[str], tuple[str, ...]], ...] = ()
 
 
 def _verify_share(
@@ -209,9 +210,9 @@ def _verify_share(
             nbytes += sum(record.stored.nbytes for record in run)
             if report is not None:
                 report(nbytes)
-        vouched = files.vouched()
+        authenticated_by = files.authenticated_by()
     names = tuple(record.name for record in share[:done])
-    return _Share(names, tuple(dict.fromkeys(wrong)), nbytes, vouched)
+    return _Share(names, tuple(dict.fromkeys(wrong)), nbytes, authenticated_by)
 
 
 def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: CheckpointFiles) -> list[str]:

@@ -189,7 +189,7 @@ class TensorizerReader(Located, StorageReader):
             HashMismatchError: With ``verify_hash``, a box differs from what was written.
             pickle.UnpicklingError: A leaf holds more than simple values, without ``allow_pickle``.
             CryptographyError: The key is missing.
-            AuthenticationError: A file differs from what the key and the marker vouch for.
+            AuthenticationError: A file differs from the one that the key and the marker authenticate.
             OSError: A file cannot be read.
         """
         if self._model is not None:
