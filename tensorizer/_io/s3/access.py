@@ -491,7 +491,7 @@ def store_of(location: S3Location, call: CallOptions, *, write: bool) -> tuple[S
 
     Copies of a call, with which it shares the access, may say other arguments of requests.
     """
-    options = S3Options.of(call.stream)
+    options = call.once(("arguments", call.stream), lambda: S3Options.of(call.stream))
 
     def found() -> S3Access:
         return resolve(location, options, call, write=write)
