@@ -22,7 +22,7 @@ from tensorizer.stream_io import CacheOptions
 
 
 def fill(folder: str, uris: list[str]) -> None:
-    for entry in cache.add(*uris, cache=CacheOptions(folder, max_size="2TB")):
+    for entry in cache.add(*uris, cache=CacheOptions(folder, max_size="2TB", min_free="1GB")):
         print(f"{entry.location}: {entry.cached:,} bytes are on the disk")
 
 
