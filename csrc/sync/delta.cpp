@@ -261,6 +261,28 @@ void ask_for(const std::byte* tensor, std::span<const uint64_t> numbers) noexcep
   }
 }
 
+// The positions of a delta, a block at a time.
+template <size_t kItemsize>
+struct Cursor {
+  const std::byte *from, *end, *value;
+  uint64_t next, left;  // as take_numbers() has it, and positions that are not in `numbers`
+  size_t at = 0, size = 0;
+  std::array<uint64_t, kBlock> numbers;
+
+  // Calls visit(number, value) for the positions before `stop`.
+  template <class Visit>
+  void visit_before(uint64_t stop, const Visit& visit) {
+    for (;;) {
+      for (; at < size && numbers[at] < stop; ++at, value += kItemsize) visit(numbers[at], value);
+      if (at < size || left == 0) return;
+      at = 0;
+      size = std::min<uint64_t>(left, kBlock);
+      from = take_numbers(from, end, next, std::span(numbers).first(size));
+      left -= size;
+    }
+  }
+};
+
 constexpr auto announce_nothing = [](std::span<const uint64_t>) {};
 
 std::vector<PieceOf> pieces_of(std::span<const Change> changes) {
@@ -342,8 +364,19 @@ CheckedDelta::CheckedDelta(const StoredDelta& stored, unsigned workers, const st
   const std::byte* const end = begin + positions_.size();
   uint64_t next = 0;
   for (const std::byte* at = begin; at != end; ++changed_) {
-    if (changed_ % kPositionsAtOnce == 0)
-      marks_.push_back({next, changed_, static_cast<size_t>(at - begin)});
+    const uint64_t since_mark = changed_ % kPositionsAtOnce;
+    if (since_mark == 0) marks_.push_back({next, changed_, static_cast<size_t>(at - begin)});
+    if (at != begin) {
+      const ShortGaps gaps = check_short_gaps(at, end);
+      const uint64_t elements = gaps.sum + gaps.count;
+      if (gaps.count > 0 && gaps.count <= kPositionsAtOnce - since_mark &&
+          elements <= count_ - next) {
+        next += elements;
+        at += gaps.nbytes;
+        changed_ += gaps.count - 1;
+        continue;
+      }
+    }
     uint64_t gap = 0;
     const std::byte* const behind = check_leb128(at, end, gap);
     if (behind == nullptr)
@@ -389,23 +422,9 @@ Delta merged(std::span<const CheckedDelta* const> deltas, unsigned workers,
     const uint64_t at_once =
         align_up(std::max<uint64_t>(ceil_div(count, pieces_wanted), 1), kElementsMerged);
     std::vector<Changes> pieces(ceil_div(count, at_once));
-    struct Cursor {
-      const std::byte *from, *end, *value;
-      uint64_t number;  // of the position that comes; kNone behind the last
-    };
-    constexpr uint64_t kNone = ~uint64_t{0};
-    const auto advance = [](Cursor& cursor) {
-      if (cursor.from == cursor.end) {
-        cursor.number = kNone;
-        return;
-      }
-      uint64_t gap = 0;
-      cursor.from = take_leb128(cursor.from, gap);
-      cursor.number += gap + 1;
-    };
     for_each_index(pieces.size(), workers, stop, [&](size_t i, const std::stop_token&) {
       const uint64_t first = i * at_once, end = std::min(count, first + at_once);
-      std::vector<Cursor> cursors;
+      std::vector<Cursor<kItemsize>> cursors;
       cursors.reserve(deltas.size());
       for (const CheckedDelta* delta : deltas) {
         const auto marks = delta->marks();
@@ -413,30 +432,26 @@ Delta merged(std::span<const CheckedDelta* const> deltas, unsigned workers,
             marks.begin(), marks.end(), first,
             [](uint64_t n, const CheckedDelta::Mark& mark) { return n < mark.next; });
         const auto mark = behind == marks.begin() ? behind : behind - 1;
-        Cursor cursor{delta->positions().data() + mark->offset,
-                      delta->positions().data() + delta->positions().size(),
-                      delta->values().data() + mark->index * kItemsize, mark->next - 1};
-        advance(cursor);
-        while (cursor.number != kNone && cursor.number < first) {
-          cursor.value += kItemsize;
-          advance(cursor);
-        }
-        cursors.push_back(cursor);
+        Cursor<kItemsize>& cursor = cursors.emplace_back();
+        cursor.from = delta->positions().data() + mark->offset;
+        cursor.end = delta->positions().data() + delta->positions().size();
+        cursor.value = delta->values().data() + mark->index * kItemsize;
+        cursor.next = mark->next;
+        cursor.left = delta->changed() - mark->index;
+        cursor.visit_before(first, [](uint64_t, const std::byte*) {});
       }
       std::vector<std::byte> newest(kElementsMerged * kItemsize);
       std::vector<uint64_t> present(kElementsMerged / 64);
       for (uint64_t block = first; block < end; block += kElementsMerged) {
         const uint64_t block_end = std::min(end, block + kElementsMerged);
         size_t found = 0;
-        for (Cursor& cursor : cursors) {
-          while (cursor.number < block_end) {
-            const uint64_t place = cursor.number - block;
-            std::memcpy(newest.data() + place * kItemsize, cursor.value, kItemsize);
+        for (Cursor<kItemsize>& cursor : cursors) {
+          cursor.visit_before(block_end, [&](uint64_t number, const std::byte* value) {
+            const uint64_t place = number - block;
+            std::memcpy(newest.data() + place * kItemsize, value, kItemsize);
             present[place / 64] |= uint64_t{1} << (place % 64);
-            cursor.value += kItemsize;
             ++found;
-            advance(cursor);
-          }
+          });
         }
         if (found == 0) continue;
         ChangesWriter<kItemsize> writer(pieces[i], std::min<size_t>(found, block_end - block));

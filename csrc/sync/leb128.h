@@ -110,4 +110,53 @@ inline const std::byte* check_leb128(const std::byte* from, const std::byte* end
   return nullptr;
 }
 
+struct ShortGaps {
+  size_t nbytes = 0;
+  size_t count = 0;
+  uint64_t sum = 0;  // of the gaps
+};
+
+// Looks at the gaps behind `from`, in front of which another gap lies. Bytes that come from
+// outside: the result is empty if some of the next 64 bytes are missing or belong to a gap that is
+// not in its shortest form or takes more than two bytes, as check_leb128() finds out.
+inline ShortGaps check_short_gaps([[maybe_unused]] const std::byte* from,
+                                  [[maybe_unused]] const std::byte* end) noexcept {
+#if defined(__x86_64__)
+  constexpr size_t kAtOnce = 64;
+  if (end - from < static_cast<ptrdiff_t>(kAtOnce)) return {};
+  const __m128i zero = _mm_setzero_si128();
+  __m128i firsts = zero, seconds = zero;  // sums of bytes
+  uint64_t goes_on = 0, zeros = 0;
+  for (unsigned part = 0; part < 4; ++part) {
+    const auto load = [&](const std::byte* at) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + size_t{part} * 16));
+    };
+    const auto bits = [&](__m128i bytes) {
+      return static_cast<uint64_t>(static_cast<unsigned>(_mm_movemask_epi8(bytes))) << (16 * part);
+    };
+    const __m128i bytes = load(from);
+    const __m128i second = _mm_cmplt_epi8(load(from - 1), zero);
+    const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(0x7F));
+    goes_on |= bits(bytes);
+    zeros |= bits(_mm_cmpeq_epi8(bytes, zero));
+    firsts = _mm_add_epi64(firsts, _mm_sad_epu8(_mm_andnot_si128(second, low), zero));
+    seconds = _mm_add_epi64(seconds, _mm_sad_epu8(_mm_and_si128(second, low), zero));
+  }
+  if ((goes_on << 1 & (goes_on | zeros)) != 0) return {};
+  const auto total = [](__m128i sums) {
+    return static_cast<uint64_t>(_mm_cvtsi128_si64(sums)) +
+           static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_unpackhi_epi64(sums, sums)));
+  };
+  ShortGaps gaps{kAtOnce, static_cast<size_t>(std::popcount(~goes_on)),
+                 total(firsts) + 128 * total(seconds)};
+  if (goes_on >> (kAtOnce - 1) != 0) {  // the last byte begins a gap that goes on behind them
+    gaps.nbytes -= 1;
+    gaps.sum -= static_cast<uint64_t>(from[kAtOnce - 1]) & 0x7F;
+  }
+  return gaps;
+#else
+  return {};
+#endif
+}
+
 }  // namespace tensorizer::sync

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <random>
 #include <string>
@@ -99,6 +100,38 @@ std::string refusal(const Vector& positions, const Vector& values, uint64_t coun
     return error.what();
   }
   return "";
+}
+
+TEST(Positions, ManyGapsAtATimeAreWhatTheyAreOneByOne) {
+  Random random(7);
+  size_t accepted = 0, refused = 0;
+  for (int round = 0; round < 50'000; ++round) {
+    constexpr uint64_t kGaps[] = {128, 16'384, 300, 100'000};
+    Vector bytes = bytes_of({5});
+    while (bytes.size() < 90) {
+      std::array<std::byte, kMaxLeb128> gap;
+      const uint64_t most = kGaps[random.below(20) == 0 ? 3 : static_cast<uint64_t>(round) % 3];
+      bytes.insert(bytes.end(), gap.data(), put_leb128(gap.data(), random.below(most)));
+    }
+    if (round % 4 == 0)
+      bytes[1 + random.below(70)] = random.below(2) == 0 ? std::byte{0} : std::byte{0x80};
+    const std::byte *at = bytes.data() + 1, *const end = bytes.data() + bytes.size();
+    const ShortGaps gaps = check_short_gaps(at, end);
+    ++(gaps.count == 0 ? refused : accepted);
+    uint64_t sum = 0;
+    for (size_t i = 0; i < gaps.count; ++i) {
+      uint64_t gap = 0;
+      at = check_leb128(at, end, gap);
+      ASSERT_NE(at, nullptr);
+      sum += gap;
+    }
+    ASSERT_EQ(at, bytes.data() + 1 + gaps.nbytes);
+    ASSERT_EQ(sum, gaps.sum);
+  }
+#if defined(__x86_64__)
+  EXPECT_GT(accepted, 1000u);
+#endif
+  EXPECT_GT(refused, 1000u);
 }
 
 class EveryItemsize : public testing::TestWithParam<size_t> {};
