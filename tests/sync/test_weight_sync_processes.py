@@ -118,7 +118,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(("kind", "bounds"), [("publisher", (2.15, 2.15)), ("follower", (1.6, 1.6))])
+@pytest.mark.parametrize(("kind", "bounds"), [("publisher", (2.1, 2.1)), ("follower", (1.6, 1.6))])
 def test_memory_is_bounded(tmp_path, fresh_process, kind, bounds):
     result = fresh_process(MEMORY, kind, tmp_path)
     assert result.returncode == 0, result.stderr
