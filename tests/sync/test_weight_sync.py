@@ -529,6 +529,44 @@ def test_a_follower_that_is_far_behind_reads_an_anchor_and_what_follows(folder, 
     assert same(follower.tensors, model)
 
 
+def test_a_follower_that_keeps_up_never_reads_anchors(folder, publisher):
+    model = tensors()
+    publisher.publish(model)
+    follower = WeightFollower(folder, None)
+    for version in range(1, 10):
+        change(model["a.weight"])
+        publisher.publish(model)
+        for number in pointer_of(folder)["anchors"]:
+            (folder / anchor(number)).write_bytes(b"")
+        assert follower.update().version == version
+        assert same(follower.tensors, model)
+
+
+def test_a_follower_of_some_tensors_joins_at_an_anchor_by_the_sums_of_the_delta_beside(folder, publisher):
+    model = tensors()
+    for _ in range(5):
+        change(model["a.weight"])
+        change(model["b.bias"])
+        publisher.publish(model)
+    assert pointer_of(folder)["anchors"][-1] == 4
+    target = {"b.bias": torch.zeros(77)}
+    follower = WeightFollower(folder, target, strict=False)
+    assert torch.equal(target["b.bias"], model["b.bias"])
+    target["b.bias"][3] += 1
+    with pytest.raises(StateMismatchError, match=r"b\.bias"):
+        follower.verify()
+    assert follower.update().version == 4
+    assert torch.equal(target["b.bias"], model["b.bias"])
+
+
+def test_a_target_whose_ties_differ_does_not_go_on_from_there(folder, publisher):
+    one = torch.randn(9)
+    publisher.publish({"a": one, "b": one})
+    target = {"a": one.clone(), "b": torch.zeros(9)}
+    assert WeightFollower(folder, target).version == 0
+    assert same(target, {"a": one, "b": one})
+
+
 def test_several_deltas_are_merged_and_the_newest_value_is_written(folder):
     model = tensors()
     with WeightPublisher(folder, anchor_every=100) as publisher:
