@@ -128,7 +128,7 @@ class EncryptionParams(_Params):
 
     @classmethod
     def random(cls) -> EncryptionParams:
-        """A new random key. Keep :attr:`key`: nobody can read the file without it.
+        """A new random key. Keep :attr:`key`: the file cannot be read without it.
 
         Examples:
             >>> len(tensorizer.EncryptionParams.random().key)

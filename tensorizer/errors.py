@@ -192,7 +192,7 @@ MAY_BE_FORBIDDEN = (
 
 
 def is_denied(error: BaseException) -> bool:
-    """Whether a store refused to say whether there is such a name, as it does for all others to who may not list."""
+    """Whether a store refused to say whether the name exists, as stores do for credentials that may not list."""
     status = getattr(error, "status", None)
     if status == 403:
         return not any(f"[{code}]" in str(error) for code in _WRONG_KEYS)

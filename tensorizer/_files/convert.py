@@ -260,7 +260,7 @@ def _open_contents(
 
 
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:
-    """Says what is lost: what is written is another file, which nobody has signed."""
+    """Logs that the signature is lost: the file that is written is another one, without a signature."""
     signed = file.index.format == "tensors" and file.source is not None and bool(_C.embedded_signers(file.index))
     if signed or (is_path(source) and not isinstance(source, int) and has_signature_beside(source)):
         logger.warning("%s: the new file has no signatures: sign it again", file.source_name)

@@ -65,7 +65,7 @@ class FolderOfForms:
         self.label, self.locate, self.note_of, self.options = label, locate, note_of, options
 
     def shards(self, name: str) -> frozenset[str]:
-        """The files that an index names; none of a single file, and of an index that is damaged."""
+        """The files that an index names; empty for a single file, and for an index that is damaged."""
         if not is_index_name(name):
             return frozenset()
         shown = str(shown_location(self.locate(name)))

@@ -193,7 +193,7 @@ def _calls(fs: Any, name: str) -> Iterator[None]:
 
 
 def _file_system(uri: str, is_asked: bool = True) -> tuple[Any, str]:
-    """The file system, or its class where nobody asks it anything: drivers look for credentials; and the path."""
+    """The file system and the path. Its class is enough if nothing is asked: an instance looks for credentials."""
     scheme = scheme_of(uri)
     try:
         import fsspec

@@ -237,7 +237,7 @@ class CURLStreamFile(WindowedReader):
         return self._closed
 
     def close(self) -> None:
-        """Frees the buffer and closes connections that nobody else uses. May be called again."""
+        """Frees the buffer and closes connections that no other stream uses. May be called again."""
         if self._closed:
             return
         _ = self.bytes_read  # the counter outlives the source

@@ -33,7 +33,7 @@ _HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
 # --- which certificates are trusted: decided once for https, uploads, ``rediss://`` and https proxies -----------------
 #
 # The order: the caller's CAInfo; the variables below; what Python's ssl.get_default_verify_paths() names; the bundle of
-# certifi. A variable that names something unreadable is an error: what somebody set on purpose is not passed over.
+# certifi. A variable that names something unreadable is an error, because it was set on purpose.
 
 _VARIABLES = ("SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
 
@@ -322,7 +322,7 @@ class HTTPOptions:
             value = getattr(self, field.name)
             if isinstance(value, float):
                 value = value and max(value, _LEAST_SECONDS)
-            # Zero is how C++ says that nobody has chosen; zero retries are a choice.
+            # In C++, zero says that the caller has not chosen; zero retries are a choice.
             setattr(native, field.name, value if value is not None or field.name == "retries" else 0)
         native.max_connections = most_connections()
         native.version = getattr(_C.HttpVersion, _HTTP_VERSIONS[self.http_version])

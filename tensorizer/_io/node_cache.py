@@ -252,7 +252,7 @@ class CachedObject:
             return {}
         with contextlib.suppress(OSError):
             _C.CacheSource.check_descriptors()
-            # Open until the answer is here, so that nobody removes it meanwhile.
+            # Open until the answer is here, so that no other process removes it.
             directory = _name_of(known.version, known.nbytes)
             self._held = open_to_look(self._folder, (self._name, directory), known.nbytes, self._shown)
         return {} if self._held is None else {"known_etag": known.version, "known_nbytes": known.nbytes}

@@ -311,7 +311,7 @@ class _ModelFolder(NamedTuple):
 
 
 def _opened_together(files: Sequence[str], open_one: Callable[[str], OpenedSource]) -> list[OpenedSource]:
-    """All files, in order; none of them stays open where one cannot be opened, and the first such error is raised."""
+    """All files, in order. If one cannot be opened, all are closed, and the first such error is raised."""
     waiting: list[Future[OpenedSource]] = []
     try:
         with asking(len(files)) as ask:

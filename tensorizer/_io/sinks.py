@@ -31,8 +31,8 @@ class OpenedSink(NamedTuple):
     close: Callable[[], None] = nothing  # sinks finish by themselves
     discard: Callable[[], None] = nothing  # in place of close() after a failure
     appears_on_close: bool = False  # no complete call shows before close()
-    is_lent: bool = False  # the stream ends the sink, if nobody else does
-    forget: Optional[Callable[[], None]] = None  # in place of close() where nobody closes
+    is_lent: bool = False  # the stream ends the sink, if its caller does not
+    forget: Optional[Callable[[], None]] = None  # in place of close() if the stream is never closed
     note_whole: Optional[Callable[[bool], None]] = None  # told when a call begins to write, and when it has written all
 
 

@@ -107,7 +107,7 @@ class OpenedSource(NamedTuple):
 
 
 def nothing() -> None:
-    """Closes what belongs to somebody else."""
+    """Closes what another object owns."""
 
 
 def is_path(file_obj: object) -> bool:
@@ -217,7 +217,7 @@ def open_source(file_obj: Any, options: CallOptions = PLAIN) -> OpenedSource:
 
         def close() -> None:
             opened.close()
-            opened.source.close()  # nobody else reads from it: its descriptors need not wait for this object
+            opened.source.close()  # no other reader has it: its descriptors need not wait for this object
 
         return opened._replace(close=close, location=file_obj, options=options)
     try:
@@ -227,7 +227,7 @@ def open_source(file_obj: Any, options: CallOptions = PLAIN) -> OpenedSource:
         assert path is not None  # as it has no scheme
         return _open_path(path)._replace(location=file_obj)
     except OSError:
-        with stream_errors():  # in here, so that only who fails walks through it (benchmarks.walks)
+        with stream_errors():  # in here, so that only a call that fails enters it (benchmarks.walks)
             raise
 
 
@@ -385,7 +385,7 @@ def reopener(opened: Any) -> Optional[Callable[[], OpenedSource]]:
     location, options = opened.location, opened.options
     try:
         version = version_of(opened)
-    except OSError:  # it is gone already, and only who has it open has it still
+    except OSError:  # it is gone already; a process that has it open can still read it
         return None
 
     def reopen() -> OpenedSource:

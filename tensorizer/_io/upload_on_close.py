@@ -22,7 +22,7 @@ _open_files: weakref.WeakSet[Forgettable] = weakref.WeakSet()
 
 
 class Forgettable:
-    """What streams do that store nothing before they are closed, when nobody closes them.
+    """What streams that store nothing before they are closed do when they are never closed.
 
     A stream that is forgotten is completed when it is collected, or when the interpreter ends: ``torch.save(x,
     open_stream(...))`` closes nothing. Nobody can tell then whether the content is whole, so this is said aloud.
@@ -41,7 +41,7 @@ class Forgettable:
         _open_files.add(self)
 
     def _end_life(self) -> None:
-        """To be called where the stream ends: nothing is done any more for somebody who forgets it."""
+        """Call it where the stream ends: from then on a stream that is forgotten needs no warning."""
         self._is_ended = True
         _open_files.discard(self)
 
@@ -73,7 +73,7 @@ class Forgettable:
         raise NotImplementedError
 
     def _finish_forgotten(self, error: Optional[BaseException], with_threads: bool) -> None:
-        """Ends the stream for a caller who did not; a failure since its opening discards it."""
+        """Ends a stream that its caller did not end; a failure since its opening discards it."""
         if self._owner != os.getpid():
             self._let_go()
             return
@@ -228,7 +228,7 @@ class UploadOnClose(Forgettable):
     writable = seekable = readable  # as files of mode wb+ answer
 
     def _is_new(self) -> bool:
-        """Whether nobody has asked for anything yet."""
+        """Whether no caller has asked for anything yet."""
         return self._file is None and self._sink is None and not self._closed
 
     def _has_content(self) -> bool:
@@ -248,7 +248,7 @@ class UploadOnClose(Forgettable):
         return self._sink
 
     def detach_sink(self) -> Optional[_C.MultipartSink]:
-        """The sink of a new stream, which ends the stream: whoever has the sink finishes it."""
+        """The sink of a new stream. It ends the stream: its owner finishes it."""
         sink = self.take_over()
         if sink is not None:
             self._sink = None
@@ -329,11 +329,11 @@ class UploadOnClose(Forgettable):
                 os.unlink(cast(str, self._name))
 
 
-# --- serializers that nobody closes ---------------------------------------------------------------------------------
+# --- serializers that are never closed ------------------------------------------------------------------------------
 
 
 def tell_if_unclosed(owner: object, name: str) -> weakref.finalize[Any, Any]:
-    """Tells who forgets to close `owner`; its ``close()`` calls ``detach()`` of the result."""
+    """Warns a caller that forgets to close `owner`; its ``close()`` calls ``detach()`` of the result."""
     return weakref.finalize(owner, _warn_of_unclosed, name, os.getpid())
 
 

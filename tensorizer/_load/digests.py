@@ -131,7 +131,7 @@ class ListedDigests:
 def read_digests(location: Any, options: CallOptions = PLAIN, signed: Optional[ModelSignature] = None) -> ListedDigests:
     """Reads a ``SHA256SUMS`` file, or the digests in a signature of a model (a sigstore bundle, or its envelope).
 
-    If `signed` names who has to have signed, the signature is checked, too.
+    If `signed` names a signer, the signature is checked, too.
     """
     shown = str(shown_location(location))
 
@@ -217,7 +217,7 @@ def parse_model_signature(shown: str, content: bytes) -> dict[str, str]:
 
 
 class ModelSignature(NamedTuple):
-    """The mapping that ``verify=`` takes: a model's signature, and who has to have signed the model.
+    """The mapping that ``verify=`` takes: a model's signature, and its signer.
 
     Attributes:
         signature: Path or URI of the signature (OpenSSF).
@@ -259,7 +259,7 @@ class ModelSignature(NamedTuple):
         Raises:
             ImportError: It is not installed.
             OSError, ValueError: The public key cannot be read, or is none.
-            AuthenticationError: The signature is damaged, or of somebody else.
+            AuthenticationError: The signature is damaged, or another signer made it.
         """
         try:
             from model_signing import verifying

@@ -153,7 +153,7 @@ class Fill:
         """Refuses what does not fit, reads and places the rest; after an error of reading the module is as it was.
 
         Warns (on behalf of the caller's caller) of meta tensors that are replaced by others of another shape or kind,
-        and of parameters that are left as they were, unless somebody chose by a filter what is loaded.
+        and of parameters that are left as they were, unless a filter chose what is loaded.
 
         Raises:
             KeyError: The module has no such submodule, or something else of the name.
@@ -442,7 +442,7 @@ def _names_behind(prefix: str, file: OpenFile, entries: Sequence[int]) -> dict[s
 
 
 def is_state_dict(file: OpenFile, entries: Iterable[int]) -> bool:
-    """Whether all of some entries were written from a state dict, and none of them as a tensor of a module."""
+    """Whether all of some entries were written from a state dict, and not as tensors of a module."""
     kind = file.index.type
     return all(kind(i) == TensorType.STATE_DICT for i in entries)
 

@@ -67,7 +67,7 @@ _MAX_AHEAD_NBYTES = 16 << 20
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 _MOVED_NBYTES = 256 << 20
 
-# Zeros from here on are not written out where nobody asks for their memory.
+# Zeros from here on are not written out unless a caller asks for their memory.
 _UNTOUCHED_NBYTES = 1 << 20
 
 # Where every request costs a round trip.
@@ -623,7 +623,7 @@ class OpenFile(OpenIndex):
             self._verify_kept([i for i in entries if i in asked_again or i not in self._verified])
 
     def _reporting(self, entries: Sequence[int]) -> AbstractContextManager[Progress]:
-        """What is told how much of `entries` has been read; ``None`` where nobody listens."""
+        """The function that gets the progress of reading `entries`; ``None`` without a caller that asked for it."""
         progress = self.call.progress
         if progress is None or progress is False:
             return contextlib.nullcontext()
@@ -636,7 +636,7 @@ class OpenFile(OpenIndex):
                 if self.kept.keys().isdisjoint(batch.entries):
                     self.kept.update(zip(batch.entries, tensors))
                     mine = batch.entries
-                else:  # another thread read some of them meanwhile: everybody gets the first
+                else:  # another thread has read some of them: all threads get the first
                     mine = [i for i, t in zip(batch.entries, tensors) if self.kept.setdefault(i, t) is t]
                 if verify:
                     self._verified.update(mine)
@@ -713,7 +713,7 @@ class FileReader:
         network: Whether every request costs a round trip.
         mapped: Whether tensors are views of the file.
         max_workers: Upper bound for reading threads; 0: as many as are useful.
-        direct_io: Whether the file is read past the page cache; ``None`` where it is none of this machine.
+        direct_io: Whether the file is read past the page cache; ``None`` if it is not a local file.
         factory: Makes tensors of loaded memory.
         own_source: The source of the file itself; ``None`` once it is closed.
         expected_sha256: What the whole file has to have; ``None`` where it is not compared, or not any more.
@@ -1188,7 +1188,7 @@ def open_reader(
             raise ValueError(f"mmap=True: {opened.name} cannot be mapped; only local files can")
         try:
             mapping = own_source.map()
-        except OSError as error:  # some file systems cannot, of which nobody has a list
+        except OSError as error:  # some file systems cannot, and there is no list of them
             if options.mmap:
                 raise
             logger.debug("%s: read, since it cannot be mapped: %s", opened.name, error)

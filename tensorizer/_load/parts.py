@@ -59,7 +59,7 @@ class TensorSlice:
 
     def __init__(self, file: OpenFile, entry: int, owner: Any = None) -> None:
         self._file, self._entry = file, entry
-        self._owner = owner  # closes the file when nobody refers to it any more
+        self._owner = owner  # closes the file when no object refers to it any more
         self._whole: Optional[tuple[tuple[int, ...], torch.dtype]] = None
 
     def _form(self) -> tuple[tuple[int, ...], torch.dtype]:

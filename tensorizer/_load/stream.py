@@ -2,7 +2,7 @@
 
 Tensors are loaded in groups of consecutive ones. While the caller works with those of one group, the next ones are
 loaded; what is loaded and not handed out never takes more than the limit. The thread of the caller begins the loads
-whenever it asks for a tensor, so no thread waits for a caller who does not come back.
+whenever it asks for a tensor, so no thread waits for a caller that does not come back.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Group(NamedTuple):
 
 
 class _Cancelled(Exception):
-    """Ends a load of which nobody wants the tensors any more."""
+    """Ends a load whose tensors are no longer wanted."""
 
 
 class _Loads:

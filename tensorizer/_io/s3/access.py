@@ -1,4 +1,4 @@
-"""An object in a store: what the caller says about it, who we are to the store, where that is, and signed requests.
+"""An object in a store: the arguments of the caller, the credentials, the endpoint, and signed requests.
 
 The order of the sources of credentials and endpoint is that of docs/remote_stores.md, "S3".
 """
@@ -45,14 +45,14 @@ _announced: set[tuple[str, str]] = set()  # what was logged already
 
 ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
 
-# Where keys go for which nobody names an endpoint.
+# Where keys go if no endpoint is named.
 READ_ENDPOINT = "accel-object.ord1.coreweave.com"
 WRITE_ENDPOINT = "object.ord1.coreweave.com"
 
 
 @dataclasses.dataclass
 class Defaults:
-    """What programs may assign in ``stream_io``: endpoints where nobody names one, and files of s3cmd."""
+    """What programs may assign in ``stream_io``: endpoints for calls that name none, and files of s3cmd."""
 
     read_endpoint: str = READ_ENDPOINT
     write_endpoint: str = WRITE_ENDPOINT
@@ -148,7 +148,7 @@ class S3Options:
 
     # Files of s3cmd that are looked for where no `config_path` is given.
     default_config_paths: tuple[str, ...] = ()
-    # Where nobody names an endpoint.
+    # For calls that name no endpoint.
     read_endpoint: str = dataclasses.field(default=READ_ENDPOINT, repr=False)
     write_endpoint: str = dataclasses.field(default=WRITE_ENDPOINT, repr=False)
 
@@ -252,7 +252,7 @@ def _members(client: Any, method: str) -> set[str]:
     return set(operation.input_shape.members)
 
 
-# --- who we are to the store ------------------------------------------------------------------------------------------
+# --- credentials ------------------------------------------------------------------------------------------------------
 
 
 class ParsedCredentials(NamedTuple):
@@ -329,7 +329,7 @@ def _config_file(wanted: Optional[ConfigPath], default_paths: Sequence[str]) -> 
 class _Identity(NamedTuple):
     """Whose credentials requests are signed with. Shows no keys."""
 
-    keys: tuple[Optional[str], Optional[str]]  # (None, None): the AWS chain's, or nobody's
+    keys: tuple[Optional[str], Optional[str]]  # (None, None): those of the AWS chain, if there are any
     source: str
     unsigned: bool = False
     from_chain: bool = False
@@ -454,7 +454,7 @@ def resolve(location: S3Location, options: S3Options, call: CallOptions = PLAIN,
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
-        ValueError: Plain HTTP that nobody asked for; a malformed endpoint; a token without keys; a configuration
+        ValueError: Plain HTTP without permission; a malformed endpoint; a token without keys; a configuration
             file that was named, and is missing or holds no keys.
         configparser.Error: The configuration file is not an INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.
@@ -500,7 +500,7 @@ def store_of(location: S3Location, call: CallOptions, *, write: bool) -> tuple[S
 
 
 def named_endpoint(options: S3Options) -> Optional[str]:
-    """URL of the store that reads go to; ``None`` where nobody named one. Asks for no credentials."""
+    """URL of the store that reads go to; ``None`` if no source names one. Asks for no credentials."""
     if options.client_factory is not None:
         url: str = options.client_factory().meta.endpoint_url
         return url
@@ -534,7 +534,7 @@ def explicit_access(
 
 
 def _warn_of_default(access: S3Access) -> None:
-    """Says once per host that keys go to a host that nobody named."""
+    """Warns once per host that keys go to a host that the caller did not name."""
     if (access.host, "") not in _announced:
         _announced.add((access.host, ""))
         logger.warning(
@@ -579,7 +579,7 @@ def _identify(session: Any, options: S3Options, config: Optional[ParsedCredentia
 
 
 def _endpoint(session: Any, options: S3Options, config: Optional[ParsedCredentials]) -> Optional[str]:
-    """URL of the store; ``None`` where nobody named one."""
+    """URL of the store; ``None`` if no source names one."""
     endpoint = options.endpoint or (config.s3_endpoint if config is not None else None)
     if endpoint:
         return _as_url(endpoint, options, config, allow_http=False)

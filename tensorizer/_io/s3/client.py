@@ -33,7 +33,7 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
     """The endpoint as a URL: ``https://`` unless it says otherwise and may.
 
     Raises:
-        ValueError: Plain HTTP that nobody asked for, or another scheme.
+        ValueError: Plain HTTP that the caller did not ask for, or another scheme.
     """
     scheme, separator, rest = endpoint.partition("://")
     if not separator:

@@ -1,4 +1,4 @@
-"""A small object that is replaced as a whole: read if it changed, written if nobody else has written it."""
+"""A small object that is replaced as a whole: read if it changed, written if no other process has written it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ConditionalObject:
         return self._access.client
 
     def for_writing(self) -> None:
-        """From now on, requests are signed by who may write."""
+        """From now on, credentials that may write sign the requests."""
         if not self._write:
             self._write, self._known_access = True, None
 

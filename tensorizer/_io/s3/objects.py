@@ -102,7 +102,7 @@ def _open_signed(
             display_name=first.name,
             cached=cached,
         )
-    except StreamError as error:  # of a request that nobody signed, though the caller did not ask for that
+    except StreamError as error:  # of a request without a signature, which the caller did not ask for
         if access.source == "anonymous" and options.access_key_id != "" and error.status in (400, 401, 403):
             error.args = (f"{error}; {NO_CREDENTIALS}",)
         raise
@@ -112,7 +112,7 @@ def open_read(uri: str, call: CallOptions, cache: Optional[Cache] = None) -> Uni
     """Opens an object for reading, as :func:`tensorizer.stream_io.open_stream` says.
 
     Raises:
-        ValueError: Not an S3 URI, a bad range, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
+        ValueError: Not an S3 URI, a bad range, plain HTTP that the caller did not ask for, unknown ``s3_extra_args``.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile, an empty key.
         OSError: It cannot be opened.
     """
@@ -132,7 +132,7 @@ def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[
     """The object in the cache; ``None`` where it is not to be kept."""
     from tensorizer._io.node_cache import CachedObject
 
-    # Without credentials: offline nobody is asked for them.
+    # Without credentials: offline, nothing is asked for them.
     endpoint = named_endpoint(options)
     host = "default" if endpoint is None else split_uri(endpoint).authority.rpartition("@")[2].lower()
     version = f"?versionId={location.version}" if location.version else ""
@@ -197,7 +197,7 @@ def open_write(uri: str, call: CallOptions) -> BinaryIO:
     temporary file, which boto3 uploads; a serializer writes the parts of an upload instead, without a file.
 
     Raises:
-        ValueError: Not an S3 URI, one of a version, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
+        ValueError: Not an S3 URI, one of a version, plain HTTP without permission, unknown ``s3_extra_args``.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
     """
     location = _parse_target(uri)

@@ -171,7 +171,7 @@ class S3Upload:
     def abort(self) -> None:
         """Ends the upload and frees its parts. Does not raise: something else has failed already.
 
-        A store that does not answer is waited for a few seconds only: whoever pressed Ctrl-C waits, too.
+        A store that does not answer is waited for a few seconds only, because a user who pressed Ctrl-C waits, too.
         """
         request = threading.Thread(target=self._abort, name="tensorizer-abort", daemon=True)
         try:
