@@ -160,7 +160,7 @@ struct Shared {
   const bool is_bounded;
   Mutex writing;  // held by the thread that writes to a sink which takes one writer
   Mutex mutex;
-  // Of records in steps that are hashed; whoever writes next to such a sink writes them.
+  // Of records in steps that are hashed; the next thread that writes to such a sink writes them.
   std::vector<uint32_t> complete_headers GUARDED_BY(mutex);
   RecordDigester digester;
   std::atomic<size_t> written{0};  // units
