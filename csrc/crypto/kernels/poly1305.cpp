@@ -53,6 +53,25 @@ Limbs poly1305_carried(const Limbs& limbs) noexcept {
   return h;
 }
 
+Limbs26 poly1305_to_26(const Limbs& limbs) noexcept {
+  const Limbs h = poly1305_carried(limbs);
+  const u128 low = u128{h[0]} + (u128{h[1]} << 44);  // bits 0 to 88, and a carry of limb 1 if any
+  const u128 high = (low >> 78) + (u128{h[2]} << 10);
+  return {static_cast<uint64_t>(low) & kMask26, static_cast<uint64_t>(low >> 26) & kMask26,
+          static_cast<uint64_t>(low >> 52) & kMask26, static_cast<uint64_t>(high) & kMask26,
+          static_cast<uint64_t>(high >> 26)};
+}
+
+Limbs poly1305_from_26(const Limbs26& limbs) noexcept {
+  u128 t = u128{limbs[0]} + (u128{limbs[1]} << 26) + (u128{limbs[2]} << 52);
+  Limbs h;
+  h[0] = static_cast<uint64_t>(t) & kMask44;
+  t = (t >> 44) + (u128{limbs[3]} << 34) + (u128{limbs[4]} << 60);
+  h[1] = static_cast<uint64_t>(t) & kMask44;
+  h[2] = static_cast<uint64_t>(t >> 44);
+  return poly1305_carried(h);
+}
+
 void poly1305_start(Poly1305& state, const uint8_t* key) noexcept {
   const uint64_t low = word(key), high = word(key + 8);
   state = Poly1305{};

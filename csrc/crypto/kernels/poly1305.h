@@ -20,6 +20,10 @@ using Limbs = std::array<uint64_t, 3>;
 inline constexpr uint64_t kMask44 = (uint64_t{1} << 44) - 1;
 inline constexpr uint64_t kMask42 = (uint64_t{1} << 42) - 1;
 
+using Limbs26 = std::array<uint64_t, 5>;  // five limbs of 26 bits
+
+inline constexpr uint64_t kMask26 = (uint64_t{1} << 26) - 1;
+
 struct Poly1305 {
   Limbs h{};                      // the accumulator
   Limbs r{};                      // the clamped multiplier
@@ -44,6 +48,10 @@ void poly1305_finish(Poly1305& state, const uint8_t* rest, size_t nbytes, uint8_
 // Sum of lanes or carries back to 44, 44, 42 bits, plus at most one bit in limb 1. Limbs up to
 // 2^60.
 Limbs poly1305_carried(const Limbs& limbs) noexcept;
+
+// The same number in limbs of 26 bits, and back; both take limbs that hold carries.
+Limbs26 poly1305_to_26(const Limbs& limbs) noexcept;
+Limbs poly1305_from_26(const Limbs26& limbs) noexcept;
 
 #if defined(__x86_64__)
 // Both leave fewer than 8 (AVX2) or 16 (IFMA) blocks to the scalar code. REQUIRES: the powers are

@@ -14,13 +14,8 @@
 namespace tensorizer::crypto {
 namespace {
 
-using u128 = unsigned __int128;
-
 constexpr size_t kRoundBlocks = 8;
 constexpr size_t kHalfNbytes = 4 * kPolyBlockNbytes;
-constexpr uint64_t kMask26 = (uint64_t{1} << 26) - 1;
-
-using Limbs26 = std::array<uint64_t, 5>;
 
 struct Number {  // four numbers, a limb per register
   __m256i v[5];
@@ -28,25 +23,6 @@ struct Number {  // four numbers, a limb per register
 struct Factor {  // a multiplier; s[i] is 5 * r[i], what comes back from above 2^130
   __m256i r[5], s[5];
 };
-
-Limbs26 to_26(const Limbs& carried) noexcept {
-  const Limbs h = poly1305_carried(carried);
-  const u128 low = u128{h[0]} + (u128{h[1]} << 44);  // bits 0 to 88, and a carry of limb 1 if any
-  const u128 high = (low >> 78) + (u128{h[2]} << 10);
-  return {static_cast<uint64_t>(low) & kMask26, static_cast<uint64_t>(low >> 26) & kMask26,
-          static_cast<uint64_t>(low >> 52) & kMask26, static_cast<uint64_t>(high) & kMask26,
-          static_cast<uint64_t>(high >> 26)};
-}
-
-Limbs from_26(const Limbs26& a) noexcept {
-  u128 t = u128{a[0]} + (u128{a[1]} << 26) + (u128{a[2]} << 52);
-  Limbs h;
-  h[0] = static_cast<uint64_t>(t) & kMask44;
-  t = (t >> 44) + (u128{a[3]} << 34) + (u128{a[4]} << 60);
-  h[1] = static_cast<uint64_t>(t) & kMask44;
-  h[2] = static_cast<uint64_t>(t >> 44);
-  return poly1305_carried(h);
-}
 
 INLINE __m256i all(uint64_t value) { return _mm256_set1_epi64x(static_cast<long long>(value)); }
 
@@ -56,7 +32,7 @@ INLINE void set_limb(Factor& f, int i, __m256i limb) {
 }
 
 INLINE Factor factor(const Limbs& power) {
-  const Limbs26 r = to_26(power);
+  const Limbs26 r = poly1305_to_26(power);
   Factor f;
   for (int i = 0; i < 5; ++i) set_limb(f, i, all(r[i]));
   return f;
@@ -64,8 +40,8 @@ INLINE Factor factor(const Limbs& power) {
 
 // Powers in the order in which load() puts blocks into lanes: 0, 2, 1, 3; block j lacks r^(4 - j).
 INLINE Factor lane_factor(const std::array<Limbs, 8>& powers) {
-  const Limbs26 r1 = to_26(powers[0]), r2 = to_26(powers[1]), r3 = to_26(powers[2]),
-                r4 = to_26(powers[3]);
+  const Limbs26 r1 = poly1305_to_26(powers[0]), r2 = poly1305_to_26(powers[1]),
+                r3 = poly1305_to_26(powers[2]), r4 = poly1305_to_26(powers[3]);
   Factor f;
   for (int i = 0; i < 5; ++i) {
     set_limb(f, i,
@@ -143,7 +119,7 @@ INLINE __m256i in_lane_0(uint64_t value) {
 TARGET void poly1305_blocks_avx2(Poly1305& state, const uint8_t* data, size_t nblocks) noexcept {
   if (nblocks >= kRoundBlocks) {
     const Factor r4 = factor(state.powers[3]), r8 = factor(state.powers[7]);
-    const Limbs26 h = to_26(state.h);
+    const Limbs26 h = poly1305_to_26(state.h);
     // What was absorbed before belongs to the first block, which load() puts into lane 0.
     Number before;
     for (int i = 0; i < 5; ++i) before.v[i] = in_lane_0(h[i]);
@@ -160,7 +136,7 @@ TARGET void poly1305_blocks_avx2(Poly1305& state, const uint8_t* data, size_t nb
     d = zero();
     multiply_add(d, v, lane_factor(state.powers));
     v = reduce(d);
-    state.h = from_26({sum(v.v[0]), sum(v.v[1]), sum(v.v[2]), sum(v.v[3]), sum(v.v[4])});
+    state.h = poly1305_from_26({sum(v.v[0]), sum(v.v[1]), sum(v.v[2]), sum(v.v[3]), sum(v.v[4])});
   }
   poly1305_blocks(state, data, nblocks);
 }

@@ -13,13 +13,8 @@
 namespace tensorizer::crypto {
 namespace {
 
-using u128 = unsigned __int128;
-
 constexpr size_t kRoundBlocks = 4;
 constexpr size_t kHalfNbytes = 2 * kPolyBlockNbytes;
-constexpr uint64_t kMask26 = (uint64_t{1} << 26) - 1;
-
-using Limbs26 = std::array<uint64_t, 5>;
 
 struct Number {  // two numbers, a limb per register
   uint64x2_t v[5];
@@ -28,28 +23,9 @@ struct Factor {  // a multiplier; s[i] is 5 * r[i], what comes back from above 2
   uint32x2_t r[5], s[5];
 };
 
-Limbs26 to_26(const Limbs& carried) noexcept {
-  const Limbs h = poly1305_carried(carried);
-  const u128 low = u128{h[0]} + (u128{h[1]} << 44);  // bits 0 to 88, and a carry of limb 1 if any
-  const u128 high = (low >> 78) + (u128{h[2]} << 10);
-  return {static_cast<uint64_t>(low) & kMask26, static_cast<uint64_t>(low >> 26) & kMask26,
-          static_cast<uint64_t>(low >> 52) & kMask26, static_cast<uint64_t>(high) & kMask26,
-          static_cast<uint64_t>(high >> 26)};
-}
-
-Limbs from_26(const Limbs26& a) noexcept {
-  u128 t = u128{a[0]} + (u128{a[1]} << 26) + (u128{a[2]} << 52);
-  Limbs h;
-  h[0] = static_cast<uint64_t>(t) & kMask44;
-  t = (t >> 44) + (u128{a[3]} << 34) + (u128{a[4]} << 60);
-  h[1] = static_cast<uint64_t>(t) & kMask44;
-  h[2] = static_cast<uint64_t>(t >> 44);
-  return poly1305_carried(h);
-}
-
 // Block 0 of two is in lane 0 and lacks the power `first`, block 1 the power `second`.
 INLINE Factor factor(const Limbs& first, const Limbs& second) {
-  const Limbs26 a = to_26(first), b = to_26(second);
+  const Limbs26 a = poly1305_to_26(first), b = poly1305_to_26(second);
   Factor f;
   for (int i = 0; i < 5; ++i) {
     const uint32x2_t limb = vcreate_u32(a[i] | (b[i] << 32));
@@ -116,7 +92,7 @@ void poly1305_blocks_neon(Poly1305& state, const uint8_t* data, size_t nblocks) 
   if (nblocks >= kRoundBlocks) {
     const auto& powers = state.powers;  // powers[i] is r^(i + 1)
     const Factor r2 = factor(powers[1], powers[1]), r4 = factor(powers[3], powers[3]);
-    const Limbs26 h = to_26(state.h);
+    const Limbs26 h = poly1305_to_26(state.h);
     // What was absorbed before belongs to the first block.
     Number before;
     for (int i = 0; i < 5; ++i) before.v[i] = vcombine_u64(vcreate_u64(h[i]), vcreate_u64(0));
@@ -135,7 +111,7 @@ void poly1305_blocks_neon(Poly1305& state, const uint8_t* data, size_t nblocks) 
     v = reduce(d);
     Limbs26 sums;
     for (int i = 0; i < 5; ++i) sums[i] = vaddvq_u64(v.v[i]);
-    state.h = from_26(sums);
+    state.h = poly1305_from_26(sums);
   }
   poly1305_blocks(state, data, nblocks);
 }

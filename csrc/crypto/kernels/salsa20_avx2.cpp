@@ -9,23 +9,22 @@
 #define TARGET __attribute__((target("avx2")))
 #define INLINE __attribute__((target("avx2"), always_inline)) inline
 
+#include "crypto/kernels/salsa20_rounds.h"
+
 namespace tensorizer::crypto {
 namespace {
 
 constexpr size_t kBlocks = 8;
 
-template <int kBits>
-INLINE __m256i xor_rotated(__m256i target, __m256i sum) {
-  target = _mm256_xor_si256(target, _mm256_slli_epi32(sum, kBits));
-  return _mm256_xor_si256(target, _mm256_srli_epi32(sum, 32 - kBits));
-}
-
-INLINE void quarter_round(__m256i& a, __m256i& b, __m256i& c, __m256i& d) {
-  b = xor_rotated<7>(b, _mm256_add_epi32(a, d));
-  c = xor_rotated<9>(c, _mm256_add_epi32(b, a));
-  d = xor_rotated<13>(d, _mm256_add_epi32(c, b));
-  a = xor_rotated<18>(a, _mm256_add_epi32(d, c));
-}
+struct Eight {
+  using Word = __m256i;
+  static INLINE Word plus(Word a, Word b) { return _mm256_add_epi32(a, b); }
+  template <int kBits>
+  static INLINE Word xor_rotated(Word word, Word sum) {
+    word = _mm256_xor_si256(word, _mm256_slli_epi32(sum, kBits));
+    return _mm256_xor_si256(word, _mm256_srli_epi32(sum, 32 - kBits));
+  }
+};
 
 // The words of the state in eight lanes, with the counters `counter` to `counter` + 7.
 INLINE void spread(__m256i x[16], const SalsaState& state, uint64_t counter) {
@@ -37,19 +36,6 @@ INLINE void spread(__m256i x[16], const SalsaState& state, uint64_t counter) {
   }
   x[8] = _mm256_load_si256(reinterpret_cast<const __m256i*>(low));
   x[9] = _mm256_load_si256(reinterpret_cast<const __m256i*>(high));
-}
-
-INLINE void run_rounds(__m256i x[16]) {
-  for (int i = 0; i < 10; ++i) {
-    quarter_round(x[0], x[4], x[8], x[12]);
-    quarter_round(x[5], x[9], x[13], x[1]);
-    quarter_round(x[10], x[14], x[2], x[6]);
-    quarter_round(x[15], x[3], x[7], x[11]);
-    quarter_round(x[0], x[1], x[2], x[3]);
-    quarter_round(x[5], x[6], x[7], x[4]);
-    quarter_round(x[10], x[11], x[8], x[9]);
-    quarter_round(x[15], x[12], x[13], x[14]);
-  }
 }
 
 // Four words of all blocks to the same four words of two blocks each: half h of row b is block 4 *
@@ -71,11 +57,9 @@ INLINE void xor_store(uint8_t* out, const uint8_t* in, size_t at, __m256i stream
 }
 
 TARGET void xor_batch(uint8_t* out, const uint8_t* in, const SalsaState& state, uint64_t counter) {
-  __m256i start[16], x[16];
-  spread(start, state, counter);
-  for (int i = 0; i < 16; ++i) x[i] = start[i];
-  run_rounds(x);
-  for (int i = 0; i < 16; ++i) x[i] = _mm256_add_epi32(x[i], start[i]);
+  __m256i x[16];
+  spread(x, state, counter);
+  make_stream<Eight>(x);
   // Half a block (eight words) after the other, to keep the rows in registers.
   for (size_t half = 0; half < 2; ++half) {
     __m256i left[4], right[4];

@@ -15,17 +15,21 @@
 #define TARGET __attribute__((target("avx512f")))
 #define INLINE __attribute__((target("avx512f"), always_inline)) inline
 
+#include "crypto/kernels/salsa20_rounds.h"
+
 namespace tensorizer::crypto {
 namespace {
 
 constexpr size_t kBlocks = 16;
 
-INLINE void quarter_round(__m512i& a, __m512i& b, __m512i& c, __m512i& d) {
-  b = _mm512_xor_si512(b, _mm512_rol_epi32(_mm512_add_epi32(a, d), 7));
-  c = _mm512_xor_si512(c, _mm512_rol_epi32(_mm512_add_epi32(b, a), 9));
-  d = _mm512_xor_si512(d, _mm512_rol_epi32(_mm512_add_epi32(c, b), 13));
-  a = _mm512_xor_si512(a, _mm512_rol_epi32(_mm512_add_epi32(d, c), 18));
-}
+struct Sixteen {
+  using Word = __m512i;
+  static INLINE Word plus(Word a, Word b) { return _mm512_add_epi32(a, b); }
+  template <int kBits>
+  static INLINE Word xor_rotated(Word word, Word sum) {
+    return _mm512_xor_si512(word, _mm512_rol_epi32(sum, kBits));
+  }
+};
 
 // The words of the state in sixteen lanes, with the counters `counter` to `counter` + 15.
 INLINE void spread(__m512i x[16], const SalsaState& state, uint64_t counter) {
@@ -37,19 +41,6 @@ INLINE void spread(__m512i x[16], const SalsaState& state, uint64_t counter) {
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   x[8] = _mm512_permutex2var_epi32(low8, even, high8);
   x[9] = _mm512_permutex2var_epi32(low8, odd, high8);
-}
-
-INLINE void run_rounds(__m512i x[16]) {
-  for (int i = 0; i < 10; ++i) {
-    quarter_round(x[0], x[4], x[8], x[12]);
-    quarter_round(x[5], x[9], x[13], x[1]);
-    quarter_round(x[10], x[14], x[2], x[6]);
-    quarter_round(x[15], x[3], x[7], x[11]);
-    quarter_round(x[0], x[1], x[2], x[3]);
-    quarter_round(x[5], x[6], x[7], x[4]);
-    quarter_round(x[10], x[11], x[8], x[9]);
-    quarter_round(x[15], x[12], x[13], x[14]);
-  }
 }
 
 // Four words of all blocks to the same four words of four blocks each: quarter q of row b is block
@@ -71,11 +62,9 @@ INLINE void xor_store(uint8_t* out, const uint8_t* in, size_t block, __m512i str
 }
 
 TARGET void xor_batch(uint8_t* out, const uint8_t* in, const SalsaState& state, uint64_t counter) {
-  __m512i start[16], x[16], rows[4][4];
-  spread(start, state, counter);
-  for (int i = 0; i < 16; ++i) x[i] = start[i];
-  run_rounds(x);
-  for (int i = 0; i < 16; ++i) x[i] = _mm512_add_epi32(x[i], start[i]);
+  __m512i x[16], rows[4][4];
+  spread(x, state, counter);
+  make_stream<Sixteen>(x);
   for (int i = 0; i < 4; ++i) transpose_4(rows[i], x + 4 * i);
   for (size_t b = 0; b < 4; ++b) {
     // Rows 0 to 3 hold words 0-3, 4-7, 8-11, 12-15 of blocks b, 4 + b, 8 + b, 12 + b.

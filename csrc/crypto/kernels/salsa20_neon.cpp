@@ -7,22 +7,21 @@
 
 #define INLINE __attribute__((always_inline)) inline
 
+#include "crypto/kernels/salsa20_rounds.h"
+
 namespace tensorizer::crypto {
 namespace {
 
 constexpr size_t kBlocks = 4;
 
-template <int kBits>
-INLINE uint32x4_t xor_rotated(uint32x4_t target, uint32x4_t sum) {
-  return veorq_u32(target, vsriq_n_u32(vshlq_n_u32(sum, kBits), sum, 32 - kBits));
-}
-
-INLINE void quarter_round(uint32x4_t& a, uint32x4_t& b, uint32x4_t& c, uint32x4_t& d) {
-  b = xor_rotated<7>(b, vaddq_u32(a, d));
-  c = xor_rotated<9>(c, vaddq_u32(b, a));
-  d = xor_rotated<13>(d, vaddq_u32(c, b));
-  a = xor_rotated<18>(a, vaddq_u32(d, c));
-}
+struct Four {
+  using Word = uint32x4_t;
+  static INLINE Word plus(Word a, Word b) { return vaddq_u32(a, b); }
+  template <int kBits>
+  static INLINE Word xor_rotated(Word word, Word sum) {
+    return veorq_u32(word, vsriq_n_u32(vshlq_n_u32(sum, kBits), sum, 32 - kBits));
+  }
+};
 
 // The words of the state in four lanes, with the counters `counter` to `counter` + 3.
 INLINE void spread(uint32x4_t x[16], const SalsaState& state, uint64_t counter) {
@@ -34,19 +33,6 @@ INLINE void spread(uint32x4_t x[16], const SalsaState& state, uint64_t counter) 
   }
   x[8] = vld1q_u32(low);
   x[9] = vld1q_u32(high);
-}
-
-INLINE void run_rounds(uint32x4_t x[16]) {
-  for (int i = 0; i < 10; ++i) {
-    quarter_round(x[0], x[4], x[8], x[12]);
-    quarter_round(x[5], x[9], x[13], x[1]);
-    quarter_round(x[10], x[14], x[2], x[6]);
-    quarter_round(x[15], x[3], x[7], x[11]);
-    quarter_round(x[0], x[1], x[2], x[3]);
-    quarter_round(x[5], x[6], x[7], x[4]);
-    quarter_round(x[10], x[11], x[8], x[9]);
-    quarter_round(x[15], x[12], x[13], x[14]);
-  }
 }
 
 // Four words of all blocks to the same four words of one block each: row b is block b.
@@ -63,11 +49,9 @@ INLINE void transpose_4(uint64x2_t row[4], const uint32x4_t x[4]) {
 
 void xor_batch(uint8_t* out, const uint8_t* in, const SalsaState& state,
                uint64_t counter) noexcept {
-  uint32x4_t start[16], x[16];
-  spread(start, state, counter);
-  for (int i = 0; i < 16; ++i) x[i] = start[i];
-  run_rounds(x);
-  for (int i = 0; i < 16; ++i) x[i] = vaddq_u32(x[i], start[i]);
+  uint32x4_t x[16];
+  spread(x, state, counter);
+  make_stream<Four>(x);
   for (size_t quarter = 0; quarter < 4; ++quarter) {
     uint64x2_t row[4];
     transpose_4(row, x + 4 * quarter);
