@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # usage: rehearse.sh FOLDER: what publishing the wheels of FOLDER would do, on this machine alone: the page of the index, the
 # bill of materials, an installation by name, version and hash from an index on loopback, the update from the package of
-# the same name that is published today and back, and the choice of a wheel for aarch64. Needs a package index.
+# the same name that is published today and back, and the choice of a wheel for aarch64. At last it refuses a wheel whose
+# README.md has links that lead nowhere outside the repository. Needs a package index.
 # PYTHON: whose wheel is installed.
 set -euo pipefail
 shopt -s nullglob
@@ -19,7 +20,7 @@ trap '[ -z "$server" ] || kill "$server"; rm -rf "$work"' EXIT
 venv() { "$python" -m venv "$work/$1"; }
 
 venv tools
-"$work/tools/bin/pip" -q install twine 'cyclonedx-python-lib[json-validation]'
+"$work/tools/bin/pip" -q install twine 'readme-renderer[md]' 'cyclonedx-python-lib[json-validation]'
 "$work/tools/bin/twine" check --strict "$folder"/tensorizer-*
 
 "$work/tools/bin/python" - "$wheel" <<'PY'
@@ -69,3 +70,19 @@ else
     --index-url "$index" --dest "$work/download" "tensorizer==$version"
   cmp "$work/download/"*.whl "${others[0]}" && echo "aarch64: pip chooses ${others[0]##*/}"
 fi
+
+"$work/tools/bin/python" - "$folder"/tensorizer-*.whl <<'PY'
+import email, re, sys, zipfile
+from readme_renderer.markdown import render
+
+for wheel in sys.argv[1:]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        page = render(email.message_from_bytes(archive.read(name)).get_payload(decode=True).decode())
+    links = re.findall(r'(?:href|src|srcset)="([^"]+)"', page)
+    wrong = [link for link in links if not re.match("https?://|#", link)]
+    if wrong or not links:
+        sys.exit(f"rehearse.sh: {wheel}: {len(wrong)} of {len(links)} links and pictures of README.md lead nowhere on the page of "
+                 f"an index: {', '.join(wrong[:3])}; build with GITHUB_REPOSITORY=OWNER/NAME")
+print(f"README.md: all {len(links)} links and pictures have whole addresses")
+PY
