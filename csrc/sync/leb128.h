@@ -41,8 +41,8 @@ inline const std::byte* take_leb128(const std::byte* from, uint64_t& value) noex
 // Reads as many gaps as there is room for, as numbers: each gap leads from `next` to a number, and
 // `next` becomes the one behind it. Of bytes that were checked, and that go on to `end`. Returns
 // where the gap that follows begins.
-inline const std::byte* take_numbers(const std::byte* from, const std::byte* end, uint64_t& next,
-                                     std::span<uint64_t> numbers) noexcept {
+inline const std::byte* take_numbers(const std::byte* from, [[maybe_unused]] const std::byte* end,
+                                     uint64_t& next, std::span<uint64_t> numbers) noexcept {
   uint64_t number = next;
   size_t i = 0;
 #if defined(__x86_64__)
