@@ -23,16 +23,12 @@ inline constexpr size_t kManyLanes = 8;
 // be on its way, and the others give the device work until it is there.
 inline constexpr size_t kUnitsBeforeNext = 8;
 
-// Which records begin first. If the longest one began last, one thread would hash it while the
-// others have nothing left. But unfinished parts of an upload, and memory of a device, want
-// neighbours.
-enum class Begin : bool { in_order, longest_first };
-
 // records[i] is the record that unit i is a part of; the units of one record are neighbours.
 // Returns the numbers of all units in the order in which to take them: those of one record in their
-// order, `at_first` records in turn, and slowly more, up to `at_once`.
+// order, `at_first` records in turn, and slowly more, up to `at_once`. For bytes that must leave
+// soon: unfinished parts of an upload, and memory of a device, want neighbours.
 inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_once,
-                                  size_t at_first, Begin begin = Begin::in_order) {
+                                  size_t at_first) {
   struct Run {
     uint32_t next, end;
     uint32_t left() const noexcept { return end - next; }
@@ -45,8 +41,6 @@ inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_o
       ++run.end;
     runs.push_back(run);
   }
-  if (begin == Begin::longest_first)
-    std::ranges::stable_sort(runs, std::ranges::greater{}, &Run::left);
   std::vector<uint32_t> order;
   order.reserve(count);
   std::vector<Run> open;
@@ -59,18 +53,49 @@ inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_o
   return order;
 }
 
-// Puts units into that order; record_of(unit) is its record, or kNoRecord.
+// As deal(), for bytes that stay where they are: all records are under way from the first unit to
+// the last, each as far as the others in proportion to its length. If a long record began, or
+// ended, later than the others, one thread would hash it while the rest have nothing left.
+inline std::vector<uint32_t> spread(std::span<const uint32_t> records) {
+  const auto count = static_cast<uint32_t>(records.size());
+  std::vector<double> places(count);  // of the middle of each unit in its record, between 0 and 1
+  const auto place = [&](std::span<const uint32_t> units) {
+    for (size_t i = 0; i < units.size(); ++i)
+      places[units[i]] = (static_cast<double>(i) + 0.5) / static_cast<double>(units.size());
+  };
+  std::vector<uint32_t> run, whole, order(count);
+  for (uint32_t unit = 0; unit < count; ++unit) {
+    order[unit] = unit;
+    if (records[unit] == kNoRecord) {
+      whole.push_back(unit);
+      continue;
+    }
+    run.push_back(unit);
+    if (unit + 1 < count && records[unit + 1] == records[unit]) continue;
+    place(run);
+    run.clear();
+  }
+  place(whole);
+  std::ranges::stable_sort(order, {}, [&](uint32_t unit) { return places[unit]; });
+  return order;
+}
+
+// The record of each unit, for the two functions above; record_of(unit) is its record, or
+// kNoRecord.
 template <class Unit, class RecordOf>
-void deal_units(std::vector<Unit>& units, const RecordOf& record_of, size_t at_once,
-                size_t at_first, Begin begin = Begin::in_order) {
+std::vector<uint32_t> records_of(const std::vector<Unit>& units, const RecordOf& record_of) {
   std::vector<uint32_t> records;
   records.reserve(units.size());
   for (const Unit& unit : units) records.push_back(record_of(unit));
-  std::vector<Unit> dealt;
-  dealt.reserve(units.size());
-  for (const uint32_t number : deal(records, at_once, at_first, begin))
-    dealt.push_back(units[number]);
-  units = std::move(dealt);
+  return records;
+}
+
+template <class Unit>
+void put_in_order(std::vector<Unit>& units, std::span<const uint32_t> order) {
+  std::vector<Unit> ordered;
+  ordered.reserve(units.size());
+  for (const uint32_t number : order) ordered.push_back(units[number]);
+  units = std::move(ordered);
 }
 
 }  // namespace tensorizer::digest

@@ -12,6 +12,10 @@ namespace {
 // Bytes that stay gather up to so many steps before any of a few long records are hashed: a load
 // that waits for its source must not have all of that left to do at its end.
 constexpr uint64_t kGatheredSteps = 32;
+// A record of a third of the steps that each thread has left, or more, would end last if it were
+// hashed among many: one of many messages side by side advances at a fraction of the speed of one
+// of two.
+constexpr uint64_t kLongRecord = 3;
 
 }  // namespace
 
@@ -88,7 +92,8 @@ void RecordDigester::queue_if_ready(uint32_t record, Chain& chain) {
 
 RecordDigester::Work RecordDigester::take(size_t most) {
   Work work;
-  const size_t count = std::min({Sha256::at_once(most), ready_.size(), kMostAtOnce});
+  const size_t fitting = std::min({Sha256::at_once(most), ready_.size(), kMostAtOnce});
+  const size_t count = bring_long_record_first() ? std::min<size_t>(fitting, 2) : fitting;
   while (work.count < count) {
     const uint32_t record = ready_.front();
     ready_.pop_front();
@@ -99,6 +104,24 @@ RecordDigester::Work RecordDigester::take(size_t most) {
   here_count_.fetch_sub(count, std::memory_order_relaxed);
   ready_count_.store(ready_.size(), std::memory_order_relaxed);
   return work;
+}
+
+// If one of the ready records is long, the longest two become the first. False: none is.
+bool RecordDigester::bring_long_record_first() {
+  const auto left = [this](uint32_t record) {
+    const Chain& chain = *chains_[record];
+    return uint64_t{chain.steps()} - chain.next;
+  };
+  const auto bring = [&](auto first) {
+    const auto longest = std::ranges::max_element(first, ready_.end(), {}, left);
+    if (longest != ready_.end()) std::rotate(first, longest, longest + 1);
+  };
+  if (ready_.empty()) return false;
+  const auto longest = std::ranges::max_element(ready_, {}, left);
+  if (left(*longest) * kLongRecord * use_.workers < steps_left_) return false;
+  bring(ready_.begin());
+  bring(ready_.begin() + 1);
+  return true;
 }
 
 // Leaves as much to each of the other threads, which have nothing else to do.

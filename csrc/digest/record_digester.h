@@ -113,6 +113,7 @@ class RecordDigester {
 
   bool may_help(size_t ready, uint64_t here) const noexcept;
   Work take(size_t most) REQUIRES_LOCK(mutex_);
+  bool bring_long_record_first() REQUIRES_LOCK(mutex_);
   Work take_share() REQUIRES_LOCK(mutex_);
   void queue_if_ready(uint32_t record, Chain& chain) REQUIRES_LOCK(mutex_);
   // Digests steps until done(), which is called under the lock. Throws Error(cancelled).

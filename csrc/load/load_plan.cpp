@@ -51,7 +51,7 @@ class Planner {
     return begun < options_.streams &&
            planned_nbytes_ + payload / 2 >= total_nbytes_ / options_.streams * begun;
   }
-  bool deals() const noexcept { return options_.large_at_once > 0; }
+  bool deals() const noexcept { return options_.spread || options_.large_at_once > 0; }
   uint64_t unit_nbytes() const noexcept { return open_ ? end_ - begin_ : 0; }
 
   // Whether the record goes on with the open unit. What is small moves whole to the next unit; what
@@ -138,15 +138,17 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
   planner.close();
   for (const Unit& unit : plan.units)
     plan.longest_unit_nbytes = std::max(plan.longest_unit_nbytes, unit.nbytes);
-  if (options.large_at_once > 0) {
+  if (options.spread || options.large_at_once > 0) {
     const auto record_of = [&](const Unit& unit) {
       const uint32_t target = plan.pieces[unit.first_piece].target;
       return plan.hash_steps[target] > 0 ? target : digest::kNoRecord;
     };
-    const bool in_buffers = options.buffer_nbytes != PlanOptions{}.buffer_nbytes;
-    digest::deal_units(plan.units, record_of, options.large_at_once,
-                       options.large_at_first.value_or(options.large_at_once),
-                       in_buffers ? digest::Begin::in_order : digest::Begin::longest_first);
+    const std::vector<uint32_t> records = digest::records_of(plan.units, record_of);
+    digest::put_in_order(
+        plan.units, options.spread
+                        ? digest::spread(records)
+                        : digest::deal(records, options.large_at_once,
+                                       options.large_at_first.value_or(options.large_at_once)));
   }
   return plan;
 }

@@ -101,8 +101,12 @@ LoadPlan plan_whole(const LoadSession& session) {
       plan.large_at_once = digest::kDealtPerWorker * workers;
   }
   if (fills_lanes) {
-    if (plan.large_at_once > 0) plan.large_at_first = plan.large_at_once;
-    plan.large_at_once = lanes * workers;
+    if (options.engine == nullptr) {
+      plan.spread = true;
+    } else {
+      if (plan.large_at_once > 0) plan.large_at_first = plan.large_at_once;
+      plan.large_at_once = lanes * workers;
+    }
     // Each begins in a buffer where it does in its page of the file, which takes a little room.
     if (lanes >= digest::kManyLanes) {
       const uint64_t shorter = align_down(plan.unit_nbytes / kShorterToHash - 1, plan.cut_nbytes);
@@ -110,7 +114,7 @@ LoadPlan plan_whole(const LoadSession& session) {
     }
     plan.whole_nbytes = plan.unit_nbytes / 8;  // larger payloads are hashed beside others
   }
-  if (plan.large_at_once == 0) plan.streams = std::min(traits.streams, workers);
+  if (!plan.spread && plan.large_at_once == 0) plan.streams = std::min(traits.streams, workers);
   LoadPlan made = plan_load(session.opened->index, session.entries, plan);
   made.units_share_buffers = fills_lanes && options.engine != nullptr;
   return made;

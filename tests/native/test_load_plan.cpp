@@ -74,7 +74,10 @@ TEST(LoadPlan, CoversEveryByteOnceWhateverTheLimitsAre) {
     for (const uint64_t cut : {4 * kKiB, 2 * kMiB}) {
       for (const size_t dealt : {0, 1, 3, 50}) {
         for (const bool buffered : {false, true}) {
-          PlanOptions options{.unit_nbytes = unit, .cut_nbytes = cut, .large_at_once = dealt};
+          PlanOptions options{.unit_nbytes = unit,
+                              .cut_nbytes = cut,
+                              .large_at_once = dealt,
+                              .spread = dealt == 0 && !buffered};
           if (buffered) options.buffer_nbytes = std::max(unit, cut);
           expect_whole(*opened, plan_load(opened->index, all_of(*opened), options), options);
         }
@@ -103,10 +106,10 @@ TEST(LoadPlan, LargeTensorsAreDealtInTurnAndSmallOnesStayTogether) {
     for (const Unit& unit : plan.units) order.push_back(plan.pieces[unit.first_piece].target);
     return order;
   };
-  // Both small ones are one unit; two large ones at a time, the longest first.
-  EXPECT_EQ(order_of({.unit_nbytes = kMiB, .large_at_once = 2}),
-            (std::vector<uint32_t>{0, 3, 0, 3, 0, 3, 0, 3, 0, 4, 4, 1, 4}));
-  // By way of buffers in the order of the file.
+  // Both small ones are one unit, in the middle; the large ones are under way all the time.
+  EXPECT_EQ(order_of({.unit_nbytes = kMiB, .spread = true}),
+            (std::vector<uint32_t>{0, 3, 4, 0, 3, 0, 1, 4, 3, 0, 4, 3, 0}));
+  // By way of buffers two at a time, in the order of the file.
   EXPECT_EQ(order_of({.unit_nbytes = kMiB, .buffer_nbytes = 64 * kMiB, .large_at_once = 2}),
             (std::vector<uint32_t>{0, 1, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4, 4}));
 }
@@ -180,14 +183,28 @@ TEST(Deal, KeepsTheOrderWithinARecordAndTakesEveryUnitOnce) {
   EXPECT_TRUE(digest::deal({}, 3, 3).empty());
 }
 
-TEST(Deal, BeginsTheLongestRecordsFirstWhereItMay) {
-  const std::vector<uint32_t> records{7, 7, 7, digest::kNoRecord, digest::kNoRecord, 8, 8, 8, 8, 9};
-  const auto dealt = [&](size_t at_once) {
-    return digest::deal(records, at_once, at_once, digest::Begin::longest_first);
-  };
-  EXPECT_EQ(dealt(1), (std::vector<uint32_t>{5, 6, 7, 8, 0, 1, 2, 3, 4, 9}));
-  EXPECT_EQ(dealt(2), (std::vector<uint32_t>{5, 0, 6, 1, 7, 2, 8, 3, 4, 9}));
-  EXPECT_EQ(dealt(9), (std::vector<uint32_t>{5, 0, 3, 4, 9, 6, 1, 7, 2, 8}));
+TEST(Spread, BringsEveryRecordForwardInProportionToItsLength) {
+  std::vector<uint32_t> records(40, 0);
+  records.insert(records.end(), 10, 1);
+  records.insert(records.end(), 4, digest::kNoRecord);
+  records.insert(records.end(), 20, 2);
+  const std::vector<uint32_t> order = digest::spread(records);
+  ASSERT_EQ(order.size(), records.size());
+  std::map<uint32_t, double> nbegun;
+  std::map<uint32_t, uint32_t> last;
+  const std::map<uint32_t, double> length{{0, 40}, {1, 10}, {2, 20}, {digest::kNoRecord, 4}};
+  for (size_t i = 0; i < order.size(); ++i) {
+    const uint32_t record = records[order[i]];
+    if (nbegun[record]++ > 0) {
+      EXPECT_GT(order[i], last[record]) << "a unit before an earlier one";
+    }
+    last[record] = order[i];
+    for (const auto& [each, units] : length) {
+      const double share = static_cast<double>(i + 1) / static_cast<double>(order.size());
+      EXPECT_NEAR(nbegun[each], share * units, 1.0) << each << " after " << i + 1 << " units";
+    }
+  }
+  EXPECT_TRUE(digest::spread({}).empty());
 }
 
 TEST(Deal, AnotherRecordBeginsOnlyAfterEightUnits) {

@@ -184,6 +184,29 @@ TEST(RecordDigester, BytesThatStayAreHashedBeforeTooManyOfFewRecordsGather) {
   many.expect_all();
 }
 
+TEST(RecordDigester, ALongRecordIsHashedBesideOneOtherAndDoesNotEndLast) {
+  constexpr uint32_t kShort = 40, kLong = 100;
+  std::vector<uint32_t> steps(kShort, 1);
+  steps.push_back(kLong);
+  const Record brief{testing::random_bytes(10, 1), testing::random_bytes(500, 2), 500};
+  const Record drawn_out{testing::random_bytes(10, 3), testing::random_bytes(kLong * 500, 4), 500};
+  Results results;
+  RecordDigester digester(steps, {.workers = 1, .bytes_stay = true}, results.note());
+  for (uint32_t record = 0; record < kShort; ++record) {
+    digester.expect(record, start_of(brief.header));
+    digester.add(record, 0, brief.step(0));
+  }
+  digester.expect(kShort, start_of(drawn_out.header));
+  for (uint32_t step = 0; step < kLong; ++step) digester.add(kShort, step, drawn_out.step(step));
+  for (size_t calls = 1; calls < kShort; ++calls) {
+    EXPECT_TRUE(digester.help());
+    EXPECT_LE(results.count(), calls);
+  }
+  digester.finish({});
+  EXPECT_EQ(results.count(), kShort + 1);
+  results.expect(kShort, digests_of(drawn_out.header, drawn_out.payload));
+}
+
 TEST(RecordDigester, ManyRecordsOfUnequalStepsAreDigestedByAnyNumberOfThreads) {
   std::vector<Record> records;
   std::vector<uint32_t> steps;
