@@ -78,12 +78,15 @@ uint64_t unit_nbytes(const LoadSession& session) {
   return engine ? std::min(traits.unit_nbytes, engine->buffer_nbytes()) : traits.unit_nbytes;
 }
 
-LoadPlan plan_whole(const LoadSession& session) {
+LoadPlan plan_whole(LoadSession& session) {
   const io::SourceTraits traits = session.source.traits();
   const LoadOptions& options = session.options;
   const bool all_in_place = std::ranges::all_of(session.targets, &LoadTarget::in_place);
-  if (all_in_place && !session.targets.empty() && !options.verify)
+  if (all_in_place && !session.targets.empty() && !options.verify) {
+    for (const LoadTarget& target : session.targets)
+      session.nbytes_done += target.destination.nbytes;
     return plan_headers(session.opened->index, session.entries, traits);
+  }
 
   const unsigned workers = useful_workers(session);
   const size_t lanes = digest::Sha256::lanes();

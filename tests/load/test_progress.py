@@ -8,7 +8,7 @@ import pytest
 import samples
 import torch
 
-from tensorizer import TensorDeserializer
+from tensorizer import TensorDeserializer, load_file, load_stream, save_file
 from tensorizer.progress import Progress
 
 STATE = {f"t{i}": torch.randn(1000) for i in range(5)}
@@ -28,11 +28,23 @@ def load(path, progress, **arguments):
     return TensorDeserializer(path, device="cpu", progress=progress, **arguments)
 
 
+def shards_of(path):
+    save_file(STATE, path.with_name("model.safetensors"), max_shard_size=9000)
+    return path.with_name("model.safetensors.index.json")
+
+
 WORK = {
     "a load": lambda path, progress: load(path, progress),
     "a load to devices of which one holds no data": lambda path, progress: TensorDeserializer(
         path, device={"t0": "cpu", "": "meta"}, progress=progress
     ),
+    "a load of views": lambda path, progress: load(path, progress, mmap=True),
+    "a load of views that are compared": lambda path, progress: load(path, progress, mmap=True, verify_hash=True),
+    "a load of views that are converted": lambda path, progress: load(path, progress, mmap=True, dtype=torch.float16),
+    "load_file": lambda path, progress: load_file(path, progress=progress, mmap=True),
+    "load_file of shards": lambda path, progress: load_file(shards_of(path), progress=progress, mmap=True),
+    "load_stream": lambda path, progress: dict(load_stream(path, progress=progress, verify=False)),
+    "load_stream of shards": lambda path, progress: dict(load_stream(shards_of(path), progress=progress)),
     "a save": lambda path, progress: save(path.with_name("out.tensors"), progress),
 }
 
