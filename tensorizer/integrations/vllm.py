@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.tensorizer")
 
 _FORMAT = "tensorizer_stream"
 _FORMAT_OF_STORES = "runai_streamer"  # one that vLLM takes for models of object stores
+_KNOWN_FORMATS = "_LOAD_FORMAT_TO_MODEL_LOADER"
 _CHECK = "try_verify_and_update_config"
 _CONFIG = "model_loader_extra_config"
 _METHODS = {
@@ -35,6 +36,8 @@ _METHODS = {
     "download_model": ("self", "model_config"),
     "load_weights": ("self", "model", "model_config"),
 }
+
+_registered: list[Any] = []  # the functions of vLLM that were told about our format
 
 
 def register() -> None:
@@ -51,10 +54,11 @@ def register() -> None:
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        if _FORMAT in getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", ()):
+        if register_model_loader in _registered or _FORMAT in getattr(model_loader, _KNOWN_FORMATS, ()):
             return
         _check_interface(BaseModelLoader)
         register_model_loader(_FORMAT)(_loader_class(BaseModelLoader))
+        _registered.append(register_model_loader)
         _allow_object_storage()
     except Exception as error:
         text = (
@@ -81,8 +85,10 @@ def _allow_object_storage() -> None:
     vLLM copies their configuration and keeps the place of their weights, but then insists on formats of its own. It
     is shown one of these while it checks. A vLLM that checks otherwise stays as it is.
     """
-    from vllm import config
-
+    try:
+        from vllm import config
+    except ImportError:
+        return
     settings: Any = getattr(config, "VllmConfig", None)
     check = getattr(settings, _CHECK, None)
     if check is None:

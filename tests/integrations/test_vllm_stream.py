@@ -157,6 +157,19 @@ def test_register_does_nothing_twice(formats):
     assert issubclass(registered, BaseModelLoader)
 
 
+def test_a_vllm_without_what_it_keeps_to_itself_is_told_once(monkeypatch, recwarn):
+    modules = stub_of_vllm(BaseModelLoader)
+    loaders, told = modules["vllm.model_executor.model_loader"], []
+    del modules["vllm.config"], modules["vllm"].config, loaders._LOAD_FORMAT_TO_MODEL_LOADER
+    loaders.register_model_loader = lambda name: lambda loader: told.append(name)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    integration.register()
+    integration.register()
+    assert told == ["tensorizer_stream"]
+    assert not recwarn.list
+
+
 def test_a_model_of_an_object_store_may_have_our_format(formats):
     settings = sys.modules["vllm.config"].VllmConfig()
     settings.model_config = SimpleNamespace(model_weights="s3://bucket/model")
