@@ -27,7 +27,7 @@ from tensorizer.errors import AuthenticationError, FormatError, HashMismatchErro
 
 _LIST_NBYTES = 100_000_000  # of a list of digests, or a signature
 _SHA256 = r"[0-9a-fA-F]{64}"
-_LINE = re.compile(rf"\\?({_SHA256})[ \t][ \t*](.+)")  # as sha256sum writes it
+_LINE = re.compile(rf"\\?({_SHA256})[ \t][ \t*]?(.+)")  # as sha256sum writes it, or with one space
 _BSD_LINE = re.compile(rf"\\?SHA256 \((.+)\) = ({_SHA256})")
 _OF_TREE = re.compile(r"https://model_signing/(signature|Digests)/v[\d.]+\Z", re.IGNORECASE)
 
@@ -154,7 +154,7 @@ def parse_sha256sums(shown: str, content: bytes) -> dict[str, str]:
         FormatError: A line of another form, a name with two digests, or no line at all.
     """
     digests: dict[str, str] = {}
-    for number, line in enumerate(content.decode("utf-8", "surrogateescape").splitlines(), 1):
+    for number, line in enumerate(content.decode("utf-8", "surrogateescape").split("\n"), 1):
         if not line.strip() or line.startswith("#"):
             continue
         found, tagged = _LINE.fullmatch(line.rstrip("\r")), _BSD_LINE.fullmatch(line.rstrip("\r"))

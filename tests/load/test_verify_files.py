@@ -228,6 +228,8 @@ DIGEST = "a" * 64
         (f"{DIGEST}  ./sub/model.safetensors\r", "sub/model.safetensors"),
         (f"SHA256 (model.safetensors) = {DIGEST}", "model.safetensors"),
         (f"# made by hand\n\n{DIGEST}  a b", "a b"),
+        (f"{DIGEST} model.safetensors", "model.safetensors"),
+        (f"{DIGEST}  a\u2028b", "a\u2028b"),
         (f"\\{DIGEST}  a\\nb", "a\nb"),
     ],
 )
