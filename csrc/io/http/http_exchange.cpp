@@ -263,7 +263,7 @@ size_t HttpExchange::take_body(std::string_view text) {
 void HttpExchange::tell() noexcept {
   MutexLock lock(mutex_);
   news_ = true;
-  changed_.notify_all();
+  if (listens_) changed_.notify_all();
 }
 
 void HttpExchange::ended(CURLcode code) noexcept {
@@ -298,7 +298,8 @@ bool HttpExchange::wait_for_body(const std::stop_token& stop, const std::functio
     std::optional<CURLcode> end;
     {
       MutexLock lock(mutex_);
-      const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return news_ || end_; };
+      listens_ = enough || on_idle;
+      const auto is_over = [this]() REQUIRES_LOCK(mutex_) { return (listens_ && news_) || end_; };
       changed_.wait_until(mutex_, stop, std::chrono::steady_clock::now() + kTellAfter, is_over);
       throw_if_stopped(stop);
       news_ = false;

@@ -135,7 +135,8 @@ class HttpExchange final : private HttpTransfer {
   mutable Mutex mutex_;
   CondVar changed_;
   bool accepted_ GUARDED_BY(mutex_) = false;
-  bool news_ GUARDED_BY(mutex_) = false;  // since the thread that waits has last looked
+  bool listens_ GUARDED_BY(mutex_) = false;  // whether the thread that waits wants news
+  bool news_ GUARDED_BY(mutex_) = false;     // since it has last looked
   std::optional<CURLcode> end_ GUARDED_BY(mutex_);
 };
 

@@ -57,14 +57,22 @@ HttpPlace::~HttpPlace() {
 
 void HttpReactor::acquire(HttpPlaces& places, const std::stop_token& stop) {
   MutexLock lock(mutex_);
+  users_[&places].closed = false;
+  if (take(places)) return;
+  Waiter waiter{places};
+  waiting_.push_back(&waiter);
+  const auto has_place = [&]() REQUIRES_LOCK(mutex_) { return waiter.has_place; };
+  if (waiter.changed.wait(mutex_, stop, has_place)) return;
+  std::erase(waiting_, &waiter);
+  throw Error(Errc::cancelled, "cancelled");
+}
+
+bool HttpReactor::take(HttpPlaces& places) {
   User& user = users_[&places];
-  user.closed = false;
-  const auto has_place = [&]() REQUIRES_LOCK(mutex_) {
-    return running_ < places.most && users_[&places].running < places.limit.get();
-  };
-  if (!released_.wait(mutex_, stop, has_place)) throw Error(Errc::cancelled, "cancelled");
+  if (running_ >= places.most || user.running >= places.limit.get()) return false;
   ++running_;
-  ++users_[&places].running;
+  ++user.running;
+  return true;
 }
 
 void HttpReactor::release(const HttpPlaces& places) noexcept {
@@ -72,7 +80,12 @@ void HttpReactor::release(const HttpPlaces& places) noexcept {
   --running_;
   User& user = users_[&places];
   if (--user.running == 0 && user.closed) forget(&places);
-  released_.notify_all();  // limits differ: a thread that is woken may have to wait on
+  std::erase_if(waiting_, [this](Waiter* waiter) REQUIRES_LOCK(mutex_) {
+    if (!take(waiter->places)) return false;
+    waiter->has_place = true;
+    waiter->changed.notify_all();
+    return true;
+  });
 }
 
 void HttpReactor::close(const HttpPlaces& places) noexcept {

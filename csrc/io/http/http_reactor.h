@@ -2,18 +2,20 @@
 // of libcurl's, which keeps connections for the next request.
 //
 // All requests of the process together use at most HttpOptions::max_connections connections; a
-// thread that wants to send a request waits for a place first. A body that is paused between reads
-// keeps its own connection beyond them. When a source or an uploader was closed and a thread of the
-// reactor has had nothing to do for a fraction of a second since, it ends its idle connections;
-// sources that are still open make new ones. The threads (of the pool of the process) start with
-// the first request, and end in the same way once no source and no uploader is open. A forked child
-// has a reactor of its own, without threads.
+// thread that wants to send a request waits for a place first, and threads get places in the order
+// in which they came. A body that is paused between reads keeps its own connection beyond them.
+// When a source or an uploader was closed and a thread of the reactor has had nothing to do for a
+// fraction of a second since, it ends its idle connections; sources that are still open make new
+// ones. The threads (of the pool of the process) start with the first request, and end in the same
+// way once no source and no uploader is open. A forked child has a reactor of its own, without
+// threads.
 #pragma once
 
 #include <curl/curl.h>
 
 #include <array>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <stop_token>
 #include <vector>
@@ -110,7 +112,14 @@ class HttpReactor {
     Clock::time_point emptied = Clock::now();  // when its idle connections were ended
   };
 
+  struct Waiter {
+    HttpPlaces& places;
+    CondVar changed;
+    bool has_place = false;
+  };
+
   void acquire(HttpPlaces& places, const std::stop_token& stop);
+  bool take(HttpPlaces& places) REQUIRES_LOCK(mutex_);
   void release(const HttpPlaces& places) noexcept;
   void close(const HttpPlaces& places) noexcept;
 
@@ -128,10 +137,11 @@ class HttpReactor {
   static constexpr size_t kThreads = 2;
 
   Mutex mutex_;
-  CondVar released_;
   std::array<Worker, kThreads> workers_;
   std::map<const HttpPlaces*, User> users_ GUARDED_BY(mutex_);
-  unsigned running_ GUARDED_BY(mutex_) = 0;             // places
+  std::deque<Waiter*> waiting_
+      GUARDED_BY(mutex_);                    // for a place; the first that may have one gets it
+  unsigned running_ GUARDED_BY(mutex_) = 0;  // places
   Clock::time_point last_closed_ GUARDED_BY(mutex_){};  // when a source was
   bool stopping_ GUARDED_BY(mutex_) = false;
 };
