@@ -506,6 +506,10 @@ class _FormsInRepo(FolderOfForms):
         return super().sha256(name, made)
 
 
+def _names_weights(name: str) -> bool:
+    return is_tensors_name(name) or is_index_name(name)
+
+
 @contextlib.contextmanager
 def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
     """Opens the folder that the caller named, or the folder of the file that the caller named.
@@ -523,14 +527,14 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         path = Path(local)
         if path.is_dir():
             folder = LocalFolder(path)
-        elif is_tensors_name(path.name) and path.is_file():
+        elif _names_weights(path.name) and path.is_file():
             folder = LocalFolder(path.parent)
             folder.file = path.name
         elif isinstance(source, str) and not path.exists() and is_repo_id(source):
             folder = _open_repo(source, revision, options)
         else:
             found = "a file" if path.exists() else "nothing"
-            wanted = "a folder, a .tensors or .safetensors file, a URI or the id of a hub repository"
+            wanted = "a folder, a .tensors or .safetensors file or index, a URI or the id of a hub repository"
             raise FileNotFoundError(f"{shown_location(source)}: expected {wanted}, got {found}")
     elif scheme_of(source) == "hf":
         repo, named, inside = parse_uri(source)
@@ -538,7 +542,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
         below = "/".join(filter(None, (inside, options.subfolder.strip("/"))))
         folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below))
-    elif is_tensors_name(source) and not split_query(source)[1]:
+    elif _names_weights(source) and not split_query(source)[1]:
         prefix, _, name = source.rpartition("/")
         folder = RemoteFolder(prefix, options.call)
         folder.file = name
@@ -626,9 +630,7 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions, any_name:
         FormatError: There are several files of weights that are not known to be one model.
         AuthenticationError: There are only pickled weights, which cannot be authenticated as the caller requires.
     """
-    if folder.file is not None:
-        if not folder.has(folder.file):
-            raise FileNotFoundError(f"{folder.label}: expected {folder.file}, got none")
+    if folder.file is not None:  # whether it is there shows when it is opened: that takes two round trips of a store
         return Weights(folder.weight(folder.file), False, folder, options)
     # If a model has both forms, this package prefers .tensors; the libraries themselves read .safetensors.
     listing = folder.listing() if any_name else None
