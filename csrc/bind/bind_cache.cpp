@@ -38,6 +38,13 @@ std::shared_ptr<CacheSource> open_source(std::shared_ptr<CacheFolder> folder,
                            std::move(network), std::move(name));
 }
 
+// Calls progress(0), if it is not None, while another process makes the copy.
+void begin_load(CacheSource& source, uint64_t nbytes, const py::object& progress) {
+  run_interruptible(
+      Where::helper_thread, [&](const std::stop_token& stop) { source.begin_load(nbytes, stop); },
+      report_to(progress, [] { return 0; }));
+}
+
 }  // namespace
 
 void register_cache(py::module_& m) {
@@ -71,6 +78,7 @@ void register_cache(py::module_& m) {
                   py::arg("location"), py::arg("version"), py::arg("nbytes"), py::arg("about"),
                   py::arg("max_nbytes"), py::arg("min_free_nbytes"), py::arg("name"))
       .def_static("check_descriptors", &CacheSource::check_descriptors)
+      .def("begin_load", &begin_load, py::arg("nbytes"), py::arg("progress") = py::none())
       .def("fill", interruptible(&CacheSource::fill))
       .def("release", &CacheSource::release, unlocked)
       .def("write_about", &CacheSource::write_about, py::arg("about"))

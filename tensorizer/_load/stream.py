@@ -139,6 +139,7 @@ class _Loads:
         self._done: dict[int, int] = {}  # bytes by group, of those that were begun
         self._stopped = threading.Event()
         self._numbers = itertools.count()
+        self._announcing = threading.Lock()  # a file that another process is fetching is waited for by all loads
         self._lanes: dict[int, ThreadPoolExecutor] = {}
         self._number_of = {id(reader): number for number, reader in enumerate(file.readers)}
         # Objects of the caller are used on the thread of the caller.
@@ -165,6 +166,7 @@ class _Loads:
             part, i = item
             return self._nbytes_of(part.begin + i)
 
+        self._wanted = {id(part.reader): sum(map(part.reader.index.data_nbytes, part.entries)) for part in parts}
         for run in runs(flat, nbytes_of, self._limit):
             found, ends = [], []
             for _, same in itertools.groupby(run, key=lambda item: id(item[0])):
@@ -219,11 +221,15 @@ class _Loads:
 
     def _begin(self, group: _Group) -> Future[list[Any]]:
         number = next(self._numbers)
-        load = _load_of(self._file, group, self._progress_of(number))
+        progress = self._progress_of(number)
+        load = _load_of(self._file, group, progress)
         future: Future[list[Any]] = Future()
 
         def work() -> None:
             try:
+                with self._announcing:
+                    for reader, *_ in group.parts:
+                        reader.announce(self._wanted[id(reader)], progress)
                 future.set_result(load())
             except BaseException as error:
                 future.set_exception(error)

@@ -15,6 +15,7 @@ from cache_tools import MIB, entries, files_below, load, load_one, same, sent, t
 from servers.counting_relay import CountingRelay
 from servers.http_faults import FaultyServer, Reply
 
+import tensorizer
 from tensorizer import TensorDeserializer, cache
 from tensorizer._io.node_cache import finish
 from tensorizer.errors import StreamError, StreamNotFoundError
@@ -73,6 +74,28 @@ def test_the_variable_alone_caches_every_way_of_reading(site, folder, monkeypatc
             assert stream.read() == (site.root / "m.tensors").read_bytes()
         statuses.append({status for status, _ in site.requests()})
     assert statuses[1:] == [{304}, set()]
+
+
+IN_SEVERAL_LOADS = {
+    "load_stream": lambda uri, out, options: dict(tensorizer.load_stream(uri, stream_options=options)),
+    "verify": lambda uri, out, options: tensorizer.verify(uri, stream_options=options),
+    "convert": lambda uri, out, options: tensorizer.convert(uri, out, stream_options=options, force=True),
+    "another dtype": lambda uri, out, options: tensorizer.load_file(uri, dtype=torch.float16, stream_options=options),
+}
+
+
+@pytest.mark.parametrize("way", IN_SEVERAL_LOADS)
+def test_an_object_that_several_loads_read_together_is_stored(site, folder, tmp_path, monkeypatch, way):
+    limits = ("_load.open_file.BATCH", "_load.open_file._MOVED", "_load.stream._GROUP", "_files.write.BATCH")
+    for name in limits:
+        monkeypatch.setattr(f"tensorizer.{name}_NBYTES", 3 * MIB)
+    write(site.root / "m.tensors", tensors())
+    size = (site.root / "m.tensors").stat().st_size
+    IN_SEVERAL_LOADS[way](f"{site.url}/m.tensors", tmp_path / "out.safetensors", {"cache": folder})
+    finish()
+    assert size <= sent(site.requests()) < size + MIB  # convert reads record headers twice
+    IN_SEVERAL_LOADS[way](f"{site.url}/m.tensors", tmp_path / "out.safetensors", {"cache": folder})
+    assert site.requests() == [(304, 0)]
 
 
 def test_false_turns_the_variable_off(site, folder, monkeypatch):
