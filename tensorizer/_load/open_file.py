@@ -849,23 +849,29 @@ class FileReader:
         return [self._begin(device, part, verify, plain) for device, part in parts]
 
     def begin_group(
-        self, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping] = None
+        self, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping] = None, workers: int = 0
     ) -> Optional[list[PendingBatch]]:
         """As :meth:`begin`, plain, and also of what is converted or moved once it is there, for callers that limit how
-        much is loaded at a time: views of `mapping`, or memory of the tensors' own.
+        much is loaded at a time: views of `mapping`, or memory of the tensors' own; by so many `workers` (0: as many
+        as are useful).
 
         ``None`` where the parts for several devices have to be read one after the other.
         """
         parts = list(self._by_device(entries))
         if len(parts) > 1 and self.expected_sha256 is not None:
             return None
-        return [self._begin_any(device, part, verify, mapping) for device, part in parts]
+        return [self._begin_any(device, part, verify, mapping, workers) for device, part in parts]
 
     def _begin_any(
-        self, device: torch.device, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping]
+        self,
+        device: torch.device,
+        entries: Sequence[int],
+        verify: bool,
+        mapping: Optional[_C.FileMapping],
+        workers: int,
     ) -> PendingBatch:
         lands_on = device if self._stays(device) else _HOST
-        batch, finish = self._begin(lands_on, entries, verify, plain=True, mapping=mapping)
+        batch, finish = self._begin(lands_on, entries, verify, plain=True, mapping=mapping, workers=workers)
         if self._lands(device, entries):
             return batch, finish
 
@@ -948,10 +954,12 @@ class FileReader:
         *,
         headers_only: bool = False,
         mapping: Optional[_C.FileMapping] = None,
+        workers: int = 0,
     ) -> _C.LoadBatch:
         """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`.
 
-        Of a mapped file they are views of `mapping`; ``None`` is the one that all loads of the file share.
+        It has at most so many `workers`, if that is not 0. Of a mapped file they are views of `mapping`; ``None`` is
+        the one that all loads of the file share.
         """
         source, keys, shared, _ = self.handle
         mapping = shared if mapping is None else mapping
@@ -965,7 +973,7 @@ class FileReader:
                 self.index,
                 list(entries),
                 verify=verify,
-                max_workers=self.max_workers,
+                max_workers=min(filter(None, (workers, self.max_workers)), default=0),
                 keys=keys,
                 mapping=mapping if on_host and into is None and not headers_only else None,
                 allocate=functools.partial(cuda_engine.allocate, device) if allocates else None,
@@ -1004,9 +1012,10 @@ class FileReader:
         verify: bool,
         plain: bool,
         mapping: Optional[_C.FileMapping] = None,
+        workers: int = 0,
     ) -> PendingBatch:
         """A load of what lands on a device, as it is stored."""
-        batch = self.batch(entries, verify, device, mapping=mapping)
+        batch = self.batch(entries, verify, device, mapping=mapping, workers=workers)
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,10 @@ _LEAST_DEVICE_NBYTES = 256 << 20
 _GROUP_NBYTES = 128 << 20  # of a group, or one larger tensor
 _GROUPS_IN_MEMORY = 4  # so many at least, where memory is short: one is handed out, the others are under way
 _FILES_AT_ONCE = 4
-_NETWORK_GROUPS_AT_ONCE = 4  # the last requests of a group should not leave the others' connections idle
+# Over a network, the requests of so many groups keep all connections busy, and those of further ones wait for a place.
+_GROUPS_OF_CONNECTIONS = 4
+_NETWORK_GROUPS_AT_ONCE = 6
+_LEAST_REQUEST_NBYTES, _REQUEST_NBYTES = 2 << 20, 8 << 20
 _SECONDS_BETWEEN_REPORTS = 0.1
 
 
@@ -60,7 +64,7 @@ def default_memory_ahead(devices: Sequence[torch.device]) -> int:
 
 
 class TensorStream(AbstractContextManager["TensorStream"], Iterator[tuple[str, torch.Tensor]]):
-    """Names and tensors of a model, file by file, within a file in the order of its data. Not for several threads.
+    """Names and tensors of a model, file by file, within a file in the order of its data. Several threads may share it.
 
     Attributes:
         file: The open file or files.
@@ -69,6 +73,7 @@ class TensorStream(AbstractContextManager["TensorStream"], Iterator[tuple[str, t
 
     def __init__(self, file: OpenFile, memory: Optional[int]) -> None:
         self.file, self.nbytes = file, 0
+        self._turn = threading.RLock()
         self._opened = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.callback(file.close)
@@ -86,20 +91,24 @@ class TensorStream(AbstractContextManager["TensorStream"], Iterator[tuple[str, t
             self._opened = stack.pop_all()
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        try:
-            if self._aliases:
-                return self._aliases.popleft()
-            while not self._group:
-                self._group = self._loads.next_group(self._report)
-            i, tensor = self._group.popleft()
-            self._loads.hand_out(i)
-            self.nbytes += tensor.nbytes
-            name, *others = self._names[i]
-            self._aliases.extend((other, tensor) for other in others)
-            return name, tensor
-        except BaseException:
-            self.close()
-            raise
+        with self._turn:
+            try:
+                return self._next()
+            except BaseException:
+                self.close()
+                raise
+
+    def _next(self) -> tuple[str, torch.Tensor]:
+        if self._aliases:
+            return self._aliases.popleft()
+        while not self._group:
+            self._group = self._loads.next_group(self._report)
+        i, tensor = self._group.popleft()
+        self._loads.hand_out(i)
+        self.nbytes += tensor.nbytes
+        name, *others = self._names[i]
+        self._aliases.extend((other, tensor) for other in others)
+        return name, tensor
 
     def close(self) -> None:
         """Ends loads that are under way, and closes the files. Tensors that were handed out stay."""
@@ -121,6 +130,7 @@ class _Group(NamedTuple):
     parts: Sequence[tuple[FileReader, int, Sequence[int]]]  # file, number of its first entry, entries of the file
     ends: Sequence[FileReader]  # files whose last tensors these are
     nbytes: int
+    workers: int  # of each of the parts; 0: as many as are useful
 
 
 class _Cancelled(Exception):
@@ -133,11 +143,13 @@ class _Loads:
     def __init__(self, file: OpenFile, entries: Sequence[int], memory: int) -> None:
         self._file, self._memory = file, memory
         self._limit = min(_GROUP_NBYTES, max(1, memory // _GROUPS_IN_MEMORY))
+        self._connections = max(reader.handle.source.concurrency for reader in file.readers)
         self._to_come = collections.deque(self._groups(entries))
         self._begun: collections.deque[Future[list[Any]]] = collections.deque()
         self._ahead = 0
         self._done: dict[int, int] = {}  # bytes by group, of those that were begun
         self._stopped = threading.Event()
+        self._process = os.getpid()
         self._numbers = itertools.count()
         self._announcing = threading.Lock()  # a file that another process is fetching is waited for by all loads
         self._lanes: dict[int, ThreadPoolExecutor] = {}
@@ -167,7 +179,18 @@ class _Loads:
             return self._nbytes_of(part.begin + i)
 
         self._wanted = {id(part.reader): sum(map(part.reader.index.data_nbytes, part.entries)) for part in parts}
-        for run in runs(flat, nbytes_of, self._limit):
+        total, begin = sum(map(nbytes_of, flat)), 0
+
+        def limit(before: int) -> int:
+            if not self._file.network:
+                return self._limit
+            requests = -(-self._connections // _GROUPS_OF_CONNECTIONS)
+            return min(self._limit, requests * self._request_nbytes(before, total))
+
+        for run in runs(flat, nbytes_of, limit):
+            nbytes = sum(map(nbytes_of, run))
+            workers = -(-nbytes // self._request_nbytes(begin, total)) if self._file.network else 0
+            begin += nbytes
             found, ends = [], []
             for _, same in itertools.groupby(run, key=lambda item: id(item[0])):
                 items = list(same)
@@ -175,9 +198,18 @@ class _Loads:
                 found.append((part.reader, part.begin, of_file))
                 if of_file[-1] == last[id(part.reader)]:
                     ends.append(part.reader)
-            yield _Group(found, ends, sum(map(nbytes_of, run)))
+            yield _Group(found, ends, nbytes, workers)
         if empty:  # of which nothing is wanted, and which may have to be compared all the same
-            yield _Group([], empty, 0)
+            yield _Group([], empty, 0, 0)
+
+    def _request_nbytes(self, begin: int, total: int) -> int:
+        """How much each request of a group asks for that begins behind so many bytes.
+
+        The first requests and the last ones are short, so that the caller has work soon, and little is left to do when
+        all has come.
+        """
+        share = min(begin, total - begin) // (2 * self._connections)
+        return min(_REQUEST_NBYTES, max(_LEAST_REQUEST_NBYTES, share))
 
     def _nbytes_of(self, i: int) -> int:
         """The memory that a tensor takes while it is loaded: that of both forms, where it is converted."""
@@ -209,6 +241,8 @@ class _Loads:
         self._begin_more()
 
     def _begin_more(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("a forked process cannot go on with the stream of its parent: call load_stream() in it")
         while self._to_come:
             group = self._to_come[0]
             if self._ahead and self._ahead + group.nbytes > self._memory:
@@ -220,9 +254,10 @@ class _Loads:
             self._begun.append(self._begin(group))
 
     def _begin(self, group: _Group) -> Future[list[Any]]:
-        number = next(self._numbers)
-        progress = self._progress_of(number)
-        load = _load_of(self._file, group, progress)
+        progress = self._progress_of(next(self._numbers))
+        hashed = self._file.options.verification.files is not None
+        # Files that are hashed want to know the order of their bytes; others get memory that was left meanwhile.
+        load = _load_of(self._file, group, progress) if hashed else None
         future: Future[list[Any]] = Future()
 
         def work() -> None:
@@ -230,7 +265,7 @@ class _Loads:
                 with self._announcing:
                     for reader, *_ in group.parts:
                         reader.announce(self._wanted[id(reader)], progress)
-                future.set_result(load())
+                future.set_result((load or _load_of(self._file, group, progress))())
             except BaseException as error:
                 future.set_exception(error)
 
@@ -268,14 +303,14 @@ def _devices(file: OpenFile) -> list[torch.device]:
 
 
 def _load_of(file: OpenFile, group: _Group, progress: Any) -> Any:
-    """The load of a group. It is planned now, since files that are hashed want the order of their bytes."""
+    """The load of a group, planned."""
     verify = file.must_verify(None)
     pending: list[tuple[int, PendingBatch]] = []
     mappings: list[tuple[_C.FileMapping, int, int]] = []
     in_turn: list[tuple[FileReader, int, Sequence[int]]] = []
     for reader, begin, entries in group.parts:
         mapping = reader.map_again()
-        batches = reader.begin_group(entries, verify, mapping)
+        batches = reader.begin_group(entries, verify, mapping, group.workers)
         if batches is None:
             in_turn.append((reader, begin, entries))
             continue

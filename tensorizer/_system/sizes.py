@@ -73,7 +73,7 @@ _Item = TypeVar("_Item")
 def runs(
     items: Sequence[_Item],
     nbytes_of: Callable[[_Item], int],
-    limit: float,
+    limit: Union[float, Callable[[int], float]],
     kind_of: Optional[Callable[[_Item], Hashable]] = None,
 ) -> Iterator[Sequence[_Item]]:
     """Cuts items into runs: consecutive items of at most `limit` bytes together, or one item if it is larger.
@@ -81,16 +81,18 @@ def runs(
     Args:
         items: The items to cut.
         nbytes_of: Returns the size of an item.
-        limit: Most bytes of a run; ``math.inf`` for no limit.
+        limit: Most bytes of a run; ``math.inf`` for no limit. Or a function that returns it for a run that begins
+            behind so many bytes.
         kind_of: Returns the kind of an item. All items of a run have one kind.
     """
-    begin, total = 0, 0
+    begin, before, total = 0, 0, 0
     for position, item in enumerate(items):
         size = nbytes_of(item)
+        most = limit(before) if callable(limit) else limit
         changes = kind_of is not None and position > begin and kind_of(item) != kind_of(items[begin])
-        if position > begin and (total + size > limit or changes):
+        if position > begin and (total + size > most or changes):
             yield items[begin:position]
-            begin, total = position, 0
+            begin, before, total = position, before + total, 0
         total += size
     if begin < len(items):
         yield items[begin:]

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import threading
 import time
 
@@ -14,6 +15,7 @@ import torch
 from memory import MIB, can_measure, peak_growth
 from samples import same
 from servers.file_server import serve_folder
+from servers.http_faults import FaultyServer
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, load_stream, save_file
@@ -158,6 +160,44 @@ def test_a_stream_that_ends_early_frees_files_and_threads(folder, how):
     del stream
     assert len(descriptors()) == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorizer-stream")]
+
+
+def test_threads_may_share_a_stream(folder):
+    found = []
+    stream = load_stream(folder, memory=1)
+    threads = [threading.Thread(target=lambda: found.extend(stream)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(TENSORS)
+    assert_is_all(dict(found))
+
+
+def test_a_named_file_of_a_server_is_opened_once(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with FaultyServer((tmp_path / "model.safetensors").read_bytes()) as server:
+        assert_is_all(dict(load_stream(f"{server.url}/model.safetensors")))
+        assert len(server.requests) == 1
+    save_file(TENSORS, tmp_path / "sharded" / "model.safetensors", max_shard_size=40_000)
+    assert_is_all(dict(load_stream(tmp_path / "sharded" / "model.safetensors.index.json")))
+
+
+def test_a_forked_process_reads_a_stream_of_its_own(folder):
+    stream = load_stream(folder, memory=1)
+    found = dict([next(stream)])
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(60)
+            with pytest.raises(RuntimeError, match=r"call load_stream\(\) in it"):
+                next(stream)
+            assert_is_all(dict(load_stream(folder, memory=1)))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_is_all({**found, **dict(stream)})
 
 
 def test_unknown_keywords_of_load_stream_get_a_suggestion(folder):
