@@ -74,8 +74,7 @@ Plan cut(std::span<const PlannedRecord> records, std::span<const device::TensorM
 
 // How the steps of large records are hashed.
 struct Hashing {
-  size_t dealt = 0;     // records in turn, so that as many SHA-256 chains can run; 0: one by one
-  bool spread = false;  // all records at once: see digest::spread()
+  size_t dealt = 0;  // records in turn, so that as many SHA-256 chains can run; 0: one by one
   size_t gathered = digest::kDealtPerWorker;  // see RecordDigester::Use
 };
 
@@ -87,7 +86,6 @@ Hashing hashing_of(const RecordsToWrite& job, const io::RangeSink& sink, unsigne
   if (!job.hashes.sha256) return {};
   const size_t lanes = digest::Sha256::lanes();
   // Tensors in host memory can fill all lanes, those of a device have few buffers.
-  if (!job.is_staged() && sink.places() == 0) return {.spread = sink.any_order()};
   if (!job.is_staged()) return {.dealt = sink.any_order() ? lanes * workers : 0};
   if (job.engine != nullptr || !sink.any_order() || lanes < digest::kManyLanes) {
     const size_t most = sink.places() > 0 ? std::max(1U, sink.places() / kPlacesOfOne) : SIZE_MAX;
@@ -415,14 +413,12 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
                                             : allowed;
   const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, most));
   const Hashing hashing = hashing_of(job, sink, workers);
-  if (hashing.spread || hashing.dealt > 0) {
+  if (hashing.dealt > 0) {
     const auto record_of = [](const Unit& unit) {
       return unit.count > 0 ? digest::kNoRecord : unit.first;
     };
     const std::vector<uint32_t> records = digest::records_of(plan.units, record_of);
-    digest::put_in_order(plan.units, hashing.spread
-                                         ? digest::spread(records)
-                                         : digest::deal(records, hashing.dealt, hashing.dealt));
+    digest::put_in_order(plan.units, digest::deal(records, hashing.dealt, hashing.dealt));
   }
   Shared shared(job, std::move(plan), workers, hashing.gathered, sink, stop);
   std::atomic<size_t> next{0};
