@@ -94,6 +94,8 @@ class TensorStream(AbstractContextManager["TensorStream"], Iterator[tuple[str, t
         with self._turn:
             try:
                 return self._next()
+            except _Cancelled:
+                raise RuntimeError("another thread has closed the stream") from None
             except BaseException:
                 self.close()
                 raise

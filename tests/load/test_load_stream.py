@@ -335,6 +335,22 @@ def test_a_load_that_fails_leaves_no_other_one_waiting_for_its_bytes(folder, mon
     assert len(refused[0].parts) == 2  # the next group has the rest of the second file
 
 
+def test_a_stream_that_another_thread_closes_does_not_end_as_if_it_were_complete(folder, monkeypatch):
+    begun = threading.Event()
+
+    def wait_for_the_end(group):
+        begun.set()
+        assert stream._loads._stopped.wait(60)
+
+    change_loads(monkeypatch, 20_000, wait_for_the_end)
+    stream = load_stream(folder)
+    closer = threading.Thread(target=lambda: (begun.wait(60), stream.close()))
+    closer.start()
+    with pytest.raises(RuntimeError, match="another thread has closed the stream"):
+        next(stream)
+    closer.join()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not can_measure(), reason="the kernel does not reset the peak of a process")
 @pytest.mark.parametrize("keeps", [False, True], ids=["copied", "kept"])
