@@ -6,32 +6,24 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <unistd.h>
 
-#include <exception>
 #include <initializer_list>
-#include <optional>
 #include <type_traits>
 
 namespace tensorizer::bind {
 
-// fn(), or no return. REQUIRES: fn has nothing to destroy that needs the lock.
+// function(argument), or no return: where the thread is to be ended, it waits for ever.
+void call_or_stay(void (*function)(void*), void* argument);
+
+// fn(), or no return. REQUIRES: fn has nothing to destroy that needs the lock, and throws nothing.
 template <class Fn>
 auto or_stay(Fn&& fn) {
-  // A destructor: catching what is no C++ exception is not possible with every library.
-  struct Stay {
-    const int exceptions = std::uncaught_exceptions();
-    bool returned = false;
-    ~Stay() {
-      while (!returned && std::uncaught_exceptions() == exceptions) ::pause();
-    }
-  } stay;
-  if constexpr (std::is_void_v<std::invoke_result_t<Fn&>>) {
-    fn();
-    stay.returned = true;
+  using Result = std::invoke_result_t<Fn&>;
+  if constexpr (std::is_void_v<Result>) {
+    call_or_stay([](void* it) { (*static_cast<std::remove_reference_t<Fn>*>(it))(); }, &fn);
   } else {
-    auto result = fn();
-    stay.returned = true;
+    Result result{};
+    or_stay([&] { result = fn(); });
     return result;
   }
 }
@@ -40,13 +32,14 @@ auto or_stay(Fn&& fn) {
 class InterpreterLock {
  public:
   InterpreterLock() {
-    or_stay([this] { lock_.emplace(); });
+    or_stay([this] { state_ = PyGILState_Ensure(); });
   }
+  ~InterpreterLock() { PyGILState_Release(state_); }
   InterpreterLock(const InterpreterLock&) = delete;
   InterpreterLock& operator=(const InterpreterLock&) = delete;
 
  private:
-  std::optional<pybind11::gil_scoped_acquire> lock_;
+  PyGILState_STATE state_{};
 };
 
 // Lets go of the lock and takes it again. REQUIRES: it is held.
