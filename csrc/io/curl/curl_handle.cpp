@@ -123,7 +123,7 @@ UniqueCurlEasy new_curl_easy() {
 UniqueCurlMulti new_curl_multi() {
   initialise_curl();
   UniqueCurlMulti multi(curl_multi_init());
-  if (!multi) throw std::bad_alloc();
+  if (!multi) return multi;
   // One connection for each transfer: several streams of HTTP/2 in one would share its speed.
   curl_multi_setopt(multi.get(), CURLMOPT_PIPELINING, static_cast<long>(CURLPIPE_NOTHING));
   return multi;

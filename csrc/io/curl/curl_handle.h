@@ -24,7 +24,7 @@ using UniqueCurlList = std::unique_ptr<curl_slist, FreeCurlList>;
 
 // Initialise libcurl where that was not done yet. Throw Errc::io, std::bad_alloc.
 UniqueCurlEasy new_curl_easy();
-UniqueCurlMulti new_curl_multi();
+UniqueCurlMulti new_curl_multi();  // null without free descriptors
 
 // What libcurl says of an error: of that transfer, whose CURLOPT_ERRORBUFFER is given, or of the
 // code.

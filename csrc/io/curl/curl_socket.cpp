@@ -36,6 +36,7 @@ CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std
       stall_timeout_(options.stall_timeout),
       receive_buffer_nbytes_(options.receive_buffer_nbytes),
       tls_(options.tls) {
+  if (!connection_.multi) throw std::bad_alloc();
   configure(options);
   const CURLcode code = connect(stop);
   if (code != CURLE_OK) fail("connect to", code);

@@ -142,8 +142,8 @@ void HttpReactor::ensure_thread(size_t number) {
   if (worker.alive) return;
   worker.job.join();  // it has ended, or needs no lock to end
   UniqueCurlMulti multi = new_curl_multi();
-  // Without free descriptors libcurl makes a handle that cannot be woken.
-  if (curl_multi_wakeup(multi.get()) != CURLM_OK)
+  // Without free descriptors libcurl makes no handle, or one that cannot be woken.
+  if (!multi || curl_multi_wakeup(multi.get()) != CURLM_OK)
     throw HttpFailure{
         .reason = std::strerror(EMFILE), .hint = kTooManyFilesHint, .transient = true};
   worker.multi = multi.get();
@@ -201,7 +201,7 @@ void HttpReactor::run(size_t number) {
 // handle.
 void HttpReactor::end_idle_connections(Loop& loop) {
   UniqueCurlMulti fresh = new_curl_multi();
-  if (curl_multi_wakeup(fresh.get()) != CURLM_OK) return;  // see ensure_thread()
+  if (!fresh || curl_multi_wakeup(fresh.get()) != CURLM_OK) return;  // see ensure_thread()
   MutexLock lock(mutex_);
   loop.emptied = Clock::now();
   loop.bound = 0;
