@@ -18,7 +18,6 @@ from checkpoint_tools import MARKS, cause_of, load, save
 from paths import EXAMPLES
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorSerializer
@@ -30,6 +29,7 @@ from tensorizer.stream_io import HTTPOptions
 from tensorizer.torch import save_file, save_model
 
 pytestmark = MARKS
+state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")  # since torch 2.2
 
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
 
@@ -123,10 +123,10 @@ def test_a_module_is_filled_whatever_wrote_its_file(tmp_path):
             serializer.write_module(reference, include_extra_state=True)
         for name in ("model.tensors", "module.tensors"):
             model = made({"amax": torch.zeros(3)} if isinstance(scale, dict) else torch.zeros(2))
-            state = get_model_state_dict(model)
+            state = state_dict.get_model_state_dict(model)
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # write_module has one name of tied tensors
             dcp.load(state, storage_reader=td.TensorizerReader(tmp_path / name), planner=planner)
-            set_model_state_dict(model, state)
+            state_dict.set_model_state_dict(model, state)
             for key, value in reference.state_dict().items():
                 found = model.state_dict()[key]
                 assert found.equal(value) if isinstance(value, torch.Tensor) else found["amax"].equal(value["amax"])

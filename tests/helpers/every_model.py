@@ -6,9 +6,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
-import transformers
-from transformers.models.auto import configuration_auto, modeling_auto
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from transformers.models.auto import configuration_auto, modeling_auto  # noqa: E402
 
 _LAYERS = 2
 _LIMIT = 60_000_000  # parameters

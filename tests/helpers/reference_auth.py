@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Optional
 
+import pytest
 import reference_crypto as crypto
 import reference_format as fmt
 
@@ -35,12 +36,14 @@ def marked(drawn: bytes, key: bytes) -> bytes:
 
 
 def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> None:
+    pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
 
 
 def sign(seed: bytes, message: bytes) -> bytes:
+    pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(seed).sign(message)
@@ -96,6 +99,7 @@ def digests_anew(data: bytes) -> bytes:
 
 def signature_file(data: bytes, seed: bytes) -> bytes:
     """The content of the signature file beside a file."""
+    pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 

@@ -361,7 +361,7 @@ def has_vllm() -> bool:
     try:
         importlib.metadata.entry_points(group="vllm.general_plugins")
         return importlib.util.find_spec("vllm") is not None
-    except (ImportError, ValueError):
+    except (ImportError, TypeError, ValueError):  # TypeError: before Python 3.10, which vLLM needs
         return False
 
 
