@@ -19,7 +19,7 @@ from typing import Any
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "what-ran-where.md"
 RECORDS = Path(__file__).with_name("ran.json")
 FIELDS = ("column", "what", "system", "python", "torch", "command", "result")
-COLUMNS = ("wheel", "wheel, tests", "checkout, tests", "builds")
+COLUMNS = ("wheel, smoke run", "wheel, suite", "checkout, suite", "builds")
 PLACE = ("python", "system", "torch")  # what a row of the matrix is of
 HEAD = """<!-- scripts/site/ran.py writes this page from ran.json. -->
 # Tested versions
@@ -27,14 +27,16 @@ HEAD = """<!-- scripts/site/ran.py writes this page from ran.json. -->
 Each cell says whether a run passed, with the number of the run in the [list below](#the-runs). *Partly* means that some
 tests failed or could not run; the list says which. Nobody tried what has an empty cell or no row.
 
+The smoke run is `scripts/packaging/smoke.py`: files, checksums, damage, encryption, HTTP, and the commands `inspect`,
+`verify`, `encrypt` and `decrypt`. The suite is what `make test` runs; with a wheel it runs in a folder without the
+package, and without the tests of the repository itself.
+
 All runs are on x86-64 Linux and the CPU unless the list says otherwise. Nothing has run on a GPU, on macOS, on Windows,
 or natively on aarch64.
 
 """
 RUNS = """
 ## The runs
-
-*Earlier* wheels have the same libraries, of the same versions, from Debian's source packages.
 
 """
 LIMITS = """

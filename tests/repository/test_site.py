@@ -100,7 +100,7 @@ def test_the_page_of_what_ran_is_what_its_records_give(monkeypatch):
 def test_the_matrix_of_tested_versions_has_a_row_for_each_combination_and_names_its_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "site"))
     ran = pytest.importorskip("ran")
-    one = {"column": "wheel", "what": "one", "system": "Debian", "command": "make", "result": "passed: 3"}
+    one = {"column": "wheel, smoke run", "what": "one", "system": "Debian", "command": "make", "result": "passed: 3"}
     records = [
         {**one, "python": "3.9, 3.10", "torch": "2.1, 2.8"},
         {**one, "python": "3.10", "torch": "2.8, 2.10", "result": "2 passed, 1 failed", "column": "builds"},
