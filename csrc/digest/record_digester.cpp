@@ -112,15 +112,13 @@ bool RecordDigester::bring_long_record_first() {
     const Chain& chain = *chains_[record];
     return uint64_t{chain.steps()} - chain.next;
   };
-  const auto bring = [&](auto first) {
-    const auto longest = std::ranges::max_element(first, ready_.end(), {}, left);
-    if (longest != ready_.end()) std::rotate(first, longest, longest + 1);
-  };
   if (ready_.empty()) return false;
   const auto longest = std::ranges::max_element(ready_, {}, left);
   if (left(*longest) * kLongRecord * use_.workers < steps_left_) return false;
-  bring(ready_.begin());
-  bring(ready_.begin() + 1);
+  std::iter_swap(ready_.begin(), longest);
+  if (ready_.size() > 2)
+    std::iter_swap(ready_.begin() + 1,
+                   std::ranges::max_element(ready_.begin() + 1, ready_.end(), {}, left));
   return true;
 }
 
