@@ -154,6 +154,25 @@ def test_arrays_of_numbers_come_back_without_a_pickle_and_arrays_of_objects_are_
             assert "'odd': a leaf that is more than" in str(cause_of(caught.value))
 
 
+def test_the_streams_of_a_planner_can_be_closed_after_a_save_and_while_a_refusal_is_kept(tmp_path):
+    streams = []
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item):
+            data = super().resolve_data(item)
+            streams.extend([data] if isinstance(data, io.BytesIO) else [])
+            return data
+
+    writer = td.TensorizerWriter(tmp_path)
+    dcp.save({"w": torch.ones(2), "number": 7, "numbers": np.ones(3)}, storage_writer=writer, planner=Planner())
+    with pytest.raises(CheckpointException) as refusal:
+        dcp.save({"w": torch.ones(2), "odd": np.array([{}], object)}, storage_writer=writer, planner=Planner())
+    assert isinstance(cause_of(refusal.value), TypeError)
+    assert len(streams) == 3
+    for stream in streams:
+        stream.close()  # raises while a view of the stream is left
+
+
 def test_records_of_arrays_that_no_save_writes_are_refused():
     from tensorizer.distributed._checkpoint.arrays import pack, unpack
 

@@ -267,15 +267,16 @@ class TensorizerWriter(Located, StorageWriter):
 
     def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, tuple[str, torch.Tensor]]:
         """A leaf that is not a tensor: its text for the marker, or its kind and bytes for a record."""
-        view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data)
-        is_small = view.nbytes <= _MAX_SIMPLE_NBYTES
-        text, packed = self._without_pickle(item.index.fqn, view, is_small)
-        if text is not None and len(text) <= _MAX_INLINE_NBYTES and self._encryption is None:
-            return Stored(markers.JSON, text=text)
-        if packed is not None:
-            return markers.ARRAYS, packed
-        kind = markers.TORCH_SAVE if text is None else markers.JSON
-        return kind, torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
+        # Errors keep this frame, and a stream cannot be closed while a view of it is left.
+        with data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data) as view:
+            is_small = view.nbytes <= _MAX_SIMPLE_NBYTES
+            text, packed = self._without_pickle(item.index.fqn, view, is_small)
+            if text is not None and len(text) <= _MAX_INLINE_NBYTES and self._encryption is None:
+                return Stored(markers.JSON, text=text)
+            if packed is not None:
+                return markers.ARRAYS, packed
+            kind = markers.TORCH_SAVE if text is None else markers.JSON
+            return kind, torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
 
     def _without_pickle(self, name: str, data: memoryview, is_small: bool) -> tuple[Optional[str], Any]:
         """Encodes a value, given as bytes of ``torch.save``, without a pickle: as JSON or, with arrays, as a record.
