@@ -12,6 +12,7 @@ import pytest
 import torch
 from command_line import KEY, flip, run, some_tensors, write, write_key
 from paths import ROOT
+from torch_versions import reads_pickles
 
 import tensorizer._C
 import tensorizer.torch
@@ -365,9 +366,7 @@ def test_the_version_names_the_libraries_that_the_module_runs_with():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of nested and quantised tensors
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="pickles need torch 2.6 or later"
-)
+@reads_pickles
 def test_pickles_that_hold_no_plain_tensors_are_refused_by_name(tmp_path):
     cases = {
         "sparse": torch.eye(3).to_sparse(),
@@ -386,9 +385,7 @@ def test_pickles_that_hold_no_plain_tensors_are_refused_by_name(tmp_path):
             assert not (tmp_path / target).exists()
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="pickles need torch 2.6 or later"
-)
+@reads_pickles
 def test_a_pickle_of_the_older_form_that_was_cut_is_no_valid_file(tmp_path):
     torch.save(
         {"a": torch.arange(100.0), "b": torch.ones(50)}, tmp_path / "m.bin", _use_new_zipfile_serialization=False

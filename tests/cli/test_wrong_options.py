@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from command_line import run
+from torch_versions import READS_PICKLES
 
 from tensorizer import EncryptionParams, TensorSerializer, stream_io
 from tensorizer.signing import SigningKey
@@ -134,8 +135,7 @@ def test_messages_say_what_the_user_gave(folder):
     )
     refused(folder, ["encrypt", "m.tensors", "e", "--generate-key", "nodir/k"], "nodir/k: No such file", status=3)
     refused(folder, ["sign", "--generate-key", "nodir/k"], "nodir/k: No such file", status=3)
-    reads_pickles = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
-    why, status = ("(--skip-non-tensors)", 6) if reads_pickles else ("torch 2.6 or later", 3)
+    why, status = ("(--skip-non-tensors)", 6) if READS_PICKLES else ("torch 2.6 or later", 3)
     refused(folder, ["convert", "m.bin", "n.tensors"], why, status=status)
     refused(folder, ["convert", "src", "served", "--all"], "--all: ")
     refused(folder, ["convert", "m.tensors", "n.tensors", "--max-shard-size", "x"], "--max-shard-size: expected")

@@ -6,19 +6,16 @@ import hashlib
 import json
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch_versions import has_checkpoints
 
 import tensorizer.distributed as td
 
 #: The ``pytestmark`` of every file with such tests.
 MARKS = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5),
-        reason="these tests use what torch.distributed has since torch 2.5",
-    ),
+    has_checkpoints,
 ]
 
 

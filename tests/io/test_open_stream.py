@@ -14,6 +14,7 @@ import pytest
 import torch
 from http_tools import quick, random_bytes
 from servers.http_faults import FaultyServer
+from torch_versions import HAS_CHECKPOINTS
 
 import tensorizer
 from tensorizer import stream_io
@@ -116,7 +117,10 @@ def written_beside_a_pickle(path):
 
 
 def written_as_a_checkpoint(path):
-    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    if not HAS_CHECKPOINTS:
+        pytest.skip(f"torch {torch.__version__} is too old for distributed checkpoints")
+    import torch.distributed.checkpoint as checkpoint
+
     from tensorizer.distributed import TensorizerWriter
 
     checkpoint.save(STATE, storage_writer=TensorizerWriter(path))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from servers.counting_relay import CountingRelay
 from servers.hub_server import HubServer
+from torch_versions import reads_pickles
 
 import tensorizer
 from tensorizer._system.redaction import shown_location
@@ -104,9 +105,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="pickles need torch 2.6 or later"
-)
+@reads_pickles
 def test_every_function_works_over_the_hub(folder):
     pytest.importorskip("huggingface_hub")
     save_file({"only": torch.ones(3)}, folder / "model.safetensors")

@@ -22,6 +22,7 @@ import torch
 from http_tools import tuned
 from samples import assert_same, tensor
 from servers.s3_recorder import S3Recorder
+from torch_versions import has_checkpoints
 
 import tensorizer
 from tensorizer import AuthenticationError, TensorDeserializer, TensorSerializer, convert, stream_io
@@ -124,6 +125,7 @@ class TestOneCallMakesOneClient:
         from_pretrained("s3://bucket/model", **options)
         assert len(clients) == 1
 
+    @has_checkpoints
     def test_of_conversions_and_checkpoints(self, store, clients, tmp_path):
         dcp = pytest.importorskip("torch.distributed.checkpoint")
         from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_to_files
@@ -900,6 +902,7 @@ class TestKeys:
             open_stream(f"s3://bucket/{name}/none", **store.arguments)
         assert f"s3://bucket/{name}/none " in str(caught.value)
 
+    @has_checkpoints
     def test_a_checkpoint_is_below_the_prefix_that_the_uri_names(self, store, name):
         checkpoint = pytest.importorskip("torch.distributed.checkpoint")
         from tensorizer.distributed import TensorizerReader, TensorizerWriter
@@ -1058,6 +1061,7 @@ class TestKeysThatMayNotList:
             for place in ("s3://bucket/dir", "s3://bucket/dir/"):
                 assert_same(tensorizer.load_file(place, **options), tensors)
 
+    @has_checkpoints
     def test_checkpoints_are_written_and_looked_for(self, unlisted):
         checkpoint = pytest.importorskip("torch.distributed.checkpoint")
         from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default, is_complete

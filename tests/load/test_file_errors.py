@@ -14,6 +14,7 @@ import pytest
 import samples
 import torch
 from servers.file_server import serve_folder
+from torch_versions import reads_pickles
 
 import tensorizer
 import tensorizer.torch
@@ -228,6 +229,7 @@ def test_a_folder_with_gguf_files_only_is_told_to_be_one(tmp_path):
         load(tmp_path)
 
 
+@reads_pickles
 @pytest.mark.parametrize("name", ["page.html", "pointer", "pointer-of-xet", "error.json"])
 def test_pickled_weights_that_are_something_else_tell_what_they_are(tmp_path, name):
     data, words = OTHERS[name]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from paths import ROOT
 from servers.s3_recorder import S3Recorder
+from torch_versions import has_checkpoints
 
 import tensorizer.distributed as td
 from tensorizer._io.http_options import most_connections
@@ -25,10 +26,7 @@ MIB = 1 << 20
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5),
-        reason="the simulation uses what torch.distributed has since torch 2.5",
-    ),
+    has_checkpoints,
 ]
 
 

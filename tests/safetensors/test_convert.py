@@ -16,6 +16,7 @@ import pytest
 import samples
 import torch
 from servers.s3_recorder import S3Recorder
+from torch_versions import reads_pickles
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
@@ -26,9 +27,6 @@ from tensorizer.torch import load_file, save, save_file
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 MIB = 1 << 20
-reads_pickles = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="pickles need torch 2.6 or later"
-)
 
 
 def state():

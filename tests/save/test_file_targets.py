@@ -16,6 +16,7 @@ import torch
 from mounts import require_mounts, with_mounts
 from samples import assert_same, load, state_dict_bytes, tensor
 from servers.fuse import MountRules, fuse_folder
+from torch_versions import has_checkpoints
 
 from tensorizer import TensorDeserializer, TensorSerializer, errors
 
@@ -300,6 +301,7 @@ def run_doors(fresh_process):
     return run
 
 
+@has_checkpoints
 def test_without_proc_a_save_takes_a_hidden_name_before_the_first_byte(tmp_path, run_doors):
     require_mounts()
     program = """
@@ -406,6 +408,7 @@ with TensorDeserializer("m.tensors", device="cpu") as file:
         run_doors(program, folder)
 
 
+@has_checkpoints
 def test_a_mount_that_takes_bytes_from_front_to_back_gets_what_can_be_written_like_that(tmp_path, run_doors):
     with served(tmp_path / "mount", MountRules(renames=False, any_order=False, modes=False, removes=False)) as folder:
         program = """

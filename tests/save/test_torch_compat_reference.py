@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reference_torch_compat
 from conftest import SAMPLED_RELEASES
+from torch_versions import RELEASE
 
 
 @pytest.fixture(params=SAMPLED_RELEASES)
@@ -20,6 +21,7 @@ def reference(request, reference_python):
     return run
 
 
+@pytest.mark.skipif(RELEASE < (2, 2), reason="with torch 2.1 the reference saves without end, up to a RecursionError")
 def test_ours_loads_what_the_reference_saved(reference, tmp_path):
     reference("save", tmp_path)
     reference_torch_compat.load(tmp_path)

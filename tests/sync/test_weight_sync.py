@@ -319,7 +319,7 @@ def test_followers_are_bit_equal_whatever_the_dtype(folder, publisher, kind):
     torch.manual_seed(2)
     model = {"w": of_kind(KINDS[kind], 100, 300), "s": of_kind(KINDS[kind]), "e": of_kind(KINDS[kind], 0, 3)}
     publisher.publish(model)
-    target = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    target = {name: torch.zeros(tensor.shape).to(tensor.dtype) for name, tensor in model.items()}
     follower = WeightFollower(folder, target)
     assert same(target, model)
     pointers = [tensor.data_ptr() for tensor in target.values()]
@@ -384,7 +384,7 @@ def test_ties_are_one_tensor_in_the_store_and_all_their_names_are_filled(folder,
     one = torch.randn(50)
     model = {"z": one, "a": one, "own": torch.randn(3)}
     assert publisher.publish(model).total == 53
-    apart = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    apart = {name: torch.zeros(tensor.shape).to(tensor.dtype) for name, tensor in model.items()}
     tied = {"own": torch.zeros(3), **dict.fromkeys("az", torch.zeros(50))}
     followers = [WeightFollower(folder, target) for target in (apart, tied, None)]
     assert followers[2].tensors["a"] is followers[2].tensors["z"]
@@ -662,7 +662,7 @@ def followed(folder):
         for _ in range(6):
             publisher.publish(model)
             change(model["a.weight"])
-        target = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+        target = {name: torch.zeros(tensor.shape).to(tensor.dtype) for name, tensor in model.items()}
         yield publisher, WeightFollower(folder, target), model, target
 
 
