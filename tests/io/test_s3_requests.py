@@ -720,7 +720,6 @@ class TestAnswersOfOtherServers:
 
 class TestInterrupts:
     def test_ctrl_c_ends_a_save_that_a_silent_store_holds_up(self, store, monkeypatch, caplog):
-        monkeypatch.setattr("tensorizer._io.s3.upload.ABORT_SECONDS", 0.5)
         released = threading.Event()
 
         def be_silent(request):
@@ -742,6 +741,7 @@ class TestInterrupts:
             with monkeypatch.context() as patch:
                 patch.setattr(store, f"_{operation}", be_silent_and_interrupt)
                 if not aborts:
+                    patch.setattr("tensorizer._io.s3.upload.ABORT_SECONDS", 0.5)
                     patch.setattr(store, "_AbortMultipartUpload", be_silent)
                 started = time.monotonic()
                 with pytest.raises(KeyboardInterrupt):
