@@ -78,10 +78,10 @@ struct PlanOptions {
   size_t streams = 1;
   // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
   size_t large_at_once = 0;
-  // Tensors that are cut have units of their own, and all are under way at once: digest::spread().
-  bool spread = false;
   // Of so many at the begin, and slowly more: see digest::deal().
   std::optional<size_t> large_at_first;
+  // Tensors that are cut have units of their own, and all are under way at once: digest::spread().
+  bool spread = false;
   // A longer payload counts as a step to hash even where it is in one unit with its header.
   uint64_t whole_nbytes = std::numeric_limits<uint64_t>::max();
 };
