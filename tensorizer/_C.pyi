@@ -194,6 +194,7 @@ class LoadBatch:
         addresses: collections.abc.Sequence[int] | None = None,
         engine: CopyEngine | None = None,
         headers_only: bool = False,
+        request_nbytes: int = 0,
     ) -> None: ...
     def __len__(self) -> int: ...
     @staticmethod

@@ -33,7 +33,7 @@ class LoadBatch {
             std::shared_ptr<load::KeyRing> keys, const std::shared_ptr<io::FileMapping>& mapping,
             const std::optional<py::function>& allocate,
             const std::optional<std::vector<uint64_t>>& addresses,
-            std::shared_ptr<device::CopyEngine> engine, bool headers_only)
+            std::shared_ptr<device::CopyEngine> engine, bool headers_only, uint64_t request_nbytes)
       : source_(std::move(source)),
         opened_(std::move(opened)),
         place_(allocate ? TensorPlace((*allocate)(0, false)) : TensorPlace::cpu()) {
@@ -49,7 +49,8 @@ class LoadBatch {
       for (LoadTarget& target : targets_) target.in_place = true;
     }
     if (addresses) check_stored_sizes();
-    load::LoadOptions options{.verify = verify, .max_workers = max_workers};
+    load::LoadOptions options{
+        .verify = verify, .max_workers = max_workers, .request_nbytes = request_nbytes};
     if (engine && allocate && !addresses && !headers_only) {
       start(std::move(keys), std::move(engine), options);
       give_memory_later(memory_of(*allocate));
@@ -274,12 +275,12 @@ void register_batch(py::module_& m) {
                     const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
                     std::shared_ptr<io::FileMapping>, const std::optional<py::function>&,
                     const std::optional<std::vector<uint64_t>>&,
-                    std::shared_ptr<device::CopyEngine>, bool>(),
+                    std::shared_ptr<device::CopyEngine>, bool, uint64_t>(),
            py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
            py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
            py::arg("mapping") = py::none(), py::arg("allocate") = py::none(),
            py::arg("addresses") = py::none(), py::arg("engine") = py::none(),
-           py::arg("headers_only") = false)
+           py::arg("headers_only") = false, py::arg("request_nbytes") = 0)
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {

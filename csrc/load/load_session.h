@@ -45,6 +45,8 @@ struct LoadOptions {
   // Bytes between two ranges of parts that are read rather than skipped; nullopt: as the source
   // likes it.
   std::optional<uint64_t> gap_nbytes{};
+  // What a worker asks a source over a network for at a time, at most; 0: as the source likes it.
+  uint64_t request_nbytes = 0;
 };
 
 // Records are numbered as the targets, or, of parts, in the order of the file, each once.

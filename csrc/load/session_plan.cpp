@@ -32,8 +32,6 @@ constexpr uint64_t kReadBuffers = 3;
 // fill the lanes of SHA-256 while they are in the cache, and in the three buffers of a worker.
 constexpr uint64_t kShorterToHash = 8;
 constexpr size_t kBriefUnits = 512;
-// Of a source that waits: a request for less takes longer to be answered than to be sent.
-constexpr uint64_t kLeastShareNbytes = uint64_t{2} << 20;
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know. Nor has a part. Data of a signed file in clear are always compared.
@@ -70,15 +68,6 @@ void check_records(const LoadSession& session) {
   if (header_nbytes > kUnsizedHeaderLimit) refuse("record headers", header_nbytes);
 }
 
-// A load that is smaller than what all workers ask for at once is shared out among them.
-uint64_t share_nbytes(const LoadSession& session, const io::SourceTraits& traits) {
-  if (!traits.remote || session.options.parts) return traits.unit_nbytes;
-  uint64_t nbytes = 0;
-  for (const uint32_t entry : session.entries) nbytes += session.opened->index[entry].data_nbytes;
-  const uint64_t share = ceil_div(nbytes, useful_workers(session));
-  return std::min(traits.unit_nbytes, std::max(share, kLeastShareNbytes));
-}
-
 uint64_t unit_nbytes(const LoadSession& session) {
   const io::SourceTraits traits = session.source.traits();
   const device::CopyEngine* const engine = session.options.engine;
@@ -86,7 +75,9 @@ uint64_t unit_nbytes(const LoadSession& session) {
   const bool in_cache = engine == nullptr || session.options.parts;
   if (in_cache && session.has_crypt_info() && traits.gap_nbytes <= io::kCheapRequestNbytes)
     return kCipherChunkNbytes;
-  const uint64_t unit = share_nbytes(session, traits);
+  uint64_t unit = traits.unit_nbytes;
+  if (traits.remote && session.options.request_nbytes > 0)
+    unit = std::min(unit, session.options.request_nbytes);
   return engine ? std::min(unit, engine->buffer_nbytes()) : unit;
 }
 

@@ -849,18 +849,18 @@ class FileReader:
         return [self._begin(device, part, verify, plain) for device, part in parts]
 
     def begin_group(
-        self, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping] = None, workers: int = 0
+        self, entries: Sequence[int], verify: bool, mapping: Optional[_C.FileMapping] = None, request_nbytes: int = 0
     ) -> Optional[list[PendingBatch]]:
         """As :meth:`begin`, plain, and also of what is converted or moved once it is there, for callers that limit how
-        much is loaded at a time: views of `mapping`, or memory of the tensors' own; by so many `workers` (0: as many
-        as are useful).
+        much is loaded at a time: views of `mapping`, or memory of the tensors' own. A request over a network asks for
+        `request_nbytes` at most (0: as much as :meth:`begin` does).
 
         ``None`` where the parts for several devices have to be read one after the other.
         """
         parts = list(self._by_device(entries))
         if len(parts) > 1 and self.expected_sha256 is not None:
             return None
-        return [self._begin_any(device, part, verify, mapping, workers) for device, part in parts]
+        return [self._begin_any(device, part, verify, mapping, request_nbytes) for device, part in parts]
 
     def _begin_any(
         self,
@@ -868,10 +868,12 @@ class FileReader:
         entries: Sequence[int],
         verify: bool,
         mapping: Optional[_C.FileMapping],
-        workers: int,
+        request_nbytes: int,
     ) -> PendingBatch:
         lands_on = device if self._stays(device) else _HOST
-        batch, finish = self._begin(lands_on, entries, verify, plain=True, mapping=mapping, workers=workers)
+        batch, finish = self._begin(
+            lands_on, entries, verify, plain=True, mapping=mapping, request_nbytes=request_nbytes
+        )
         if self._lands(device, entries):
             return batch, finish
 
@@ -954,11 +956,11 @@ class FileReader:
         *,
         headers_only: bool = False,
         mapping: Optional[_C.FileMapping] = None,
-        workers: int = 0,
+        request_nbytes: int = 0,
     ) -> _C.LoadBatch:
         """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`.
 
-        It has at most so many `workers`, if that is not 0. Of a mapped file they are views of `mapping`; ``None`` is
+        Of a mapped file they are views of `mapping`; ``None`` is
         the one that all loads of the file share.
         """
         source, keys, shared, _ = self.handle
@@ -973,13 +975,14 @@ class FileReader:
                 self.index,
                 list(entries),
                 verify=verify,
-                max_workers=min(filter(None, (workers, self.max_workers)), default=0),
+                max_workers=self.max_workers,
                 keys=keys,
                 mapping=mapping if on_host and into is None and not headers_only else None,
                 allocate=functools.partial(cuda_engine.allocate, device) if allocates else None,
                 addresses=None if into is None else [tensor.data_ptr() for tensor in into],
                 engine=None if on_host else cuda_engine.engine_for(device),
                 headers_only=headers_only,
+                request_nbytes=request_nbytes,
             )
 
     def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
@@ -1012,10 +1015,10 @@ class FileReader:
         verify: bool,
         plain: bool,
         mapping: Optional[_C.FileMapping] = None,
-        workers: int = 0,
+        request_nbytes: int = 0,
     ) -> PendingBatch:
         """A load of what lands on a device, as it is stored."""
-        batch = self.batch(entries, verify, device, mapping=mapping, workers=workers)
+        batch = self.batch(entries, verify, device, mapping=mapping, request_nbytes=request_nbytes)
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)

@@ -132,7 +132,7 @@ class _Group(NamedTuple):
     parts: Sequence[tuple[FileReader, int, Sequence[int]]]  # file, number of its first entry, entries of the file
     ends: Sequence[FileReader]  # files whose last tensors these are
     nbytes: int
-    workers: int  # of each of the parts; 0: as many as are useful
+    request_nbytes: int  # of requests over a network, at most; 0: as for other loads
 
 
 class _Cancelled(Exception):
@@ -191,7 +191,7 @@ class _Loads:
 
         for run in runs(flat, nbytes_of, limit):
             nbytes = sum(map(nbytes_of, run))
-            workers = -(-nbytes // self._request_nbytes(begin, total)) if self._file.network else 0
+            request_nbytes = self._request_nbytes(begin, total) if self._file.network else 0
             begin += nbytes
             found, ends = [], []
             for _, same in itertools.groupby(run, key=lambda item: id(item[0])):
@@ -200,7 +200,7 @@ class _Loads:
                 found.append((part.reader, part.begin, of_file))
                 if of_file[-1] == last[id(part.reader)]:
                     ends.append(part.reader)
-            yield _Group(found, ends, nbytes, workers)
+            yield _Group(found, ends, nbytes, request_nbytes)
         if empty:  # of which nothing is wanted, and which may have to be compared all the same
             yield _Group([], empty, 0, 0)
 
@@ -312,7 +312,7 @@ def _load_of(file: OpenFile, group: _Group, progress: Any) -> Any:
     in_turn: list[tuple[FileReader, int, Sequence[int]]] = []
     for reader, begin, entries in group.parts:
         mapping = reader.map_again()
-        batches = reader.begin_group(entries, verify, mapping, group.workers)
+        batches = reader.begin_group(entries, verify, mapping, group.request_nbytes)
         if batches is None:
             in_turn.append((reader, begin, entries))
             continue
