@@ -15,6 +15,7 @@ constexpr size_t kFlagsNbytes = 32;
 void check_magic(std::span<const std::byte> bytes, uint64_t origin) {
   if (bytes.size() >= kMagic.size() && std::ranges::equal(bytes.first(kMagic.size()), kMagic))
     return;
+  if (bytes.empty()) throw Error(Errc::malformed, "not a tensors file: it is empty", {}, origin);
   if (bytes.size() < kMagic.size())
     throw Error(Errc::malformed,
                 "not a tensors file: " + std::to_string(bytes.size()) +

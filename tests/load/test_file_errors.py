@@ -172,6 +172,7 @@ OTHERS = {
     "other.json": (b'{"private_key": "%s"}' % (b"k" * 2000), ["JSON, perhaps the error message of a server"]),
     "empty.json": (b"{}", ["JSON"]),
     "short.txt": (b"denied", ["text"]),
+    "nothing": (b"", ["it is empty"]),
 }
 
 

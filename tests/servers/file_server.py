@@ -30,8 +30,11 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         begin, end = (int(wanted[1]), int(wanted[2] or len(data)) + 1) if wanted else (0, len(data))
         part = data[begin:end]
-        self.send_response(206 if wanted else 200)
-        if wanted:
+        satisfied = begin < len(data) or not wanted
+        self.send_response((206 if wanted else 200) if satisfied else 416)
+        if not satisfied:
+            self.send_header("Content-Range", f"bytes */{len(data)}")
+        elif wanted:
             self.send_header("Content-Range", f"bytes {begin}-{begin + len(part) - 1}/{len(data)}")
         if self.tells_version:
             self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
