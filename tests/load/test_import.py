@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch_versions import RELEASE
 
 import tensorizer
+import tensorizer.distributed
 from tensorizer import TensorDeserializer, TensorSerializer, errors
 
 PACKAGE = Path(tensorizer.__file__).resolve().parent
@@ -118,7 +119,7 @@ def test_names_that_are_resolved_on_demand_are_those_that_type_checkers_see(path
     )
     names = for_type_checkers(path)
     assert names
-    if not hasattr(dcp, "save"):  # torch 2.1 has no part of what checkpoints are made of
+    if RELEASE < (2, 3):  # without what checkpoints are made of
         names = {name: origin for name, origin in names.items() if "_checkpoint" not in origin}
     for name, origin in names.items():
         value = getattr(module, name)
@@ -126,6 +127,14 @@ def test_names_that_are_resolved_on_demand_are_those_that_type_checkers_see(path
     for name, origin in module._ORIGINS.items():
         assert for_type_checkers(path)[name] == origin, name
     assert {*module.__all__, *dir(module)} <= {*for_type_checkers(path), *vars(module)}
+
+
+def test_names_of_checkpoints_want_a_torch_that_has_checkpoints(monkeypatch):
+    for name in tensorizer.distributed._ORIGINS:
+        monkeypatch.delitem(vars(tensorizer.distributed), name, raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.1.0+cpu")
+    with pytest.raises(ImportError, match=r"dcp_default: expected torch 2.3 or later, got torch 2.1.0"):
+        _ = tensorizer.distributed.dcp_default
 
 
 def test_objects_of_the_package_survive_pickling(tmp_path):
