@@ -66,7 +66,7 @@ def contents_of_file(file: OpenFile, verify: bool) -> Contents:
         tensors = dict(zip(entries, file.read(entries, verify)))
         return [tensors[record.source] for record in records]
 
-    file.is_read_whole = True
+    file.announce(file.stored)
     metadata = file.metadata()
     ties = {path_of(alias): path_of(kept) for alias, kept in file.ties().items()}
     if file.index.stores_hashes:

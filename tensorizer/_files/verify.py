@@ -160,7 +160,7 @@ def verify(
         chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         if wanted is not None and file.shard_names:
             raise ValueError(f"sha256: expected one file, got the shards of {file.source_name}")
-        file.is_read_whole = len(chosen) == len(file.stored)
+        file.announce(chosen)
         verified: list[int] = []
         mismatched: list[Mismatch] = []
         unverified: list[int] = []

@@ -136,11 +136,9 @@ class OpenFile(OpenIndex):
         selection: The entries that exist for the user, ascending.
         options: How its tensors are read.
         kept: Loaded parameters, by the entry that holds the data.
-        is_read_whole: Whether calls of :meth:`read` are going to read all tensors.
     """
 
     readers: Sequence[FileReader]
-    is_read_whole = False
 
     def __init__(
         self,
@@ -165,6 +163,7 @@ class OpenFile(OpenIndex):
         self._verify = False
         self._ahead = _ReadAhead(self.index, self.selection) if self.network else None
         self._waiting: dict[int, torch.Tensor] = {}  # what was read ahead for `read_one`
+        self._announced: dict[int, int] = {}  # bytes that several calls are going to read, by the id of the reader
 
     @property
     def source(self) -> Optional[_C.RangeSource]:
@@ -407,6 +406,21 @@ class OpenFile(OpenIndex):
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
+    def announce(self, entries: Sequence[int]) -> None:
+        """Notes that several calls are going to read `entries`, for the cache of the node, which keeps files that are
+        read whole."""
+        parts = self.parts(entries)
+        self._announced = {id(part.reader): sum(map(part.reader.index.data_nbytes, part.entries)) for part in parts}
+
+    def begin_announced(self, reader: FileReader, progress: Progress = None) -> None:
+        """Tells the cache what was announced of a file.
+
+        Call it before the first tensor of the file is read. It waits for another process that is fetching the file, and
+        calls ``progress(0)`` meanwhile.
+        """
+        if id(reader) in self._announced:
+            reader.begin_cached(self._announced[id(reader)], progress)
+
     def read_batches(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
     ) -> Iterator[LoadedBatch]:
@@ -427,7 +441,7 @@ class OpenFile(OpenIndex):
         done = 0
         for part in parts:
             report = None if progress is None else (lambda n, before=done: progress(before + n))
-            part.reader.announce(sum(map(part.reader.index.data_nbytes, part.entries)))
+            part.reader.begin_cached(sum(map(part.reader.index.data_nbytes, part.entries)))
             for loaded in part.reader.read(part.entries, verify, report, plain=plain):
                 yield self._noted(part.of_all(loaded))
             done += sum(map(part.reader.index.data_nbytes, part.entries)) if len(parts) > 1 else 0
@@ -442,9 +456,8 @@ class OpenFile(OpenIndex):
         records = [i if self.is_stored(i) else self.aliases[i] for i in entries] if self.aliases else entries
         tensors: dict[int, torch.Tensor] = {}
         parts = self.parts(sorted(set(records)))
-        if self.is_read_whole:
-            for part in parts:
-                part.reader.announce(part.reader.data_nbytes)
+        for part in parts:
+            self.begin_announced(part.reader)
         _expect(parts)
         pending = [(part, *part.reader.begin_raw(part.entries, verify)) for part in parts]
         _C.run_batches([batch for _, batch, _ in pending], self.files_at_once)
@@ -797,20 +810,13 @@ class FileReader:
         """Whether it was in the page cache when it was opened, as far as that was looked at."""
         return isinstance(self.own_source, _C.FileSource) and self.own_source.was_cached
 
-    def announce(self, nbytes: int, progress: Progress = None) -> None:
-        """Tells the cache of the node how much of the file several loads will read, since it keeps what is read whole.
-
-        Waits for another process that is fetching the file, and calls ``progress(0)`` meanwhile.
-        """
+    def begin_cached(self, nbytes: int, progress: Progress = None) -> None:
+        """Tells the cache of the node how much of the file several loads are going to read, see
+        :meth:`OpenFile.begin_announced`."""
         if isinstance(self.own_source, _C.CacheSource):
             self.own_source.begin_load(nbytes, progress)
 
     # ---- facts ------------------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def data_nbytes(self) -> int:
-        """Of all its tensors, as they are stored."""
-        return sum(map(self.index.data_nbytes, range(len(self.names))))
 
     @property
     def nbytes(self) -> Optional[int]:

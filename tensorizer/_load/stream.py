@@ -147,6 +147,7 @@ class _Loads:
         self._limit = min(_GROUP_NBYTES, max(1, memory // _GROUPS_IN_MEMORY))
         self._connections = max(reader.handle.source.concurrency for reader in file.readers)
         self._to_come = collections.deque(self._groups(entries))
+        file.announce(entries)
         self._begun: collections.deque[Future[list[Any]]] = collections.deque()
         self._ahead = 0
         self._done: dict[int, int] = {}  # bytes by group, of those that were begun
@@ -180,7 +181,6 @@ class _Loads:
             part, i = item
             return self._nbytes_of(part.begin + i)
 
-        self._wanted = {id(part.reader): sum(map(part.reader.index.data_nbytes, part.entries)) for part in parts}
         total, begin = sum(map(nbytes_of, flat)), 0
 
         def limit(before: int) -> int:
@@ -266,7 +266,7 @@ class _Loads:
             try:
                 with self._announcing:
                     for reader, *_ in group.parts:
-                        reader.announce(self._wanted[id(reader)], progress)
+                        self._file.begin_announced(reader, progress)
                 future.set_result((load or _load_of(self._file, group, progress))())
             except BaseException as error:
                 future.set_exception(error)
