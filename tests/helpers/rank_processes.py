@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Optional
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["run_launched_ranks", "run_ranks"]
@@ -73,6 +74,8 @@ def run_launched_ranks(ranks: int, work: Callable[[int], object], **variables: s
 
 def _run(rank: int, ranks: int, work: Callable[[int], object], folder: Optional[str], own: float) -> int:
     try:
+        # A forked process makes torch's pool of threads again, and two threads that do so at once end it with an error.
+        torch.set_num_threads(1)
         if folder is None:
             work(rank)
             sys.stdout.flush()
