@@ -138,7 +138,9 @@ def matrix(session: nox.Session, torch: str) -> None:
     install_all(session, torch)
     arguments = [argument for argument in session.posargs if argument != "--wheel"]
     if "--wheel" in session.posargs:
-        session.install("--no-index", "--no-deps", "--pre", "--find-links", str(ROOT / "dist"), "tensorizer")
+        # An environment that is used again may have another wheel of this version.
+        again = ["--force-reinstall", "--no-deps", "--no-index", "--pre"]
+        session.install(*again, "--find-links", str(ROOT / "dist"), "tensorizer")
         run_suite(session, "-m", "not slow", *arguments)
     else:
         session.install("--no-build-isolation", "--no-deps", "--editable", str(ROOT))
