@@ -43,8 +43,6 @@ def __getattr__(name: str) -> Any:
 
     if not torch.distributed.is_available():
         raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 3):  # they lack parts that checkpoints are made of
-        raise ImportError(f"{__name__}.{name}: expected torch 2.3 or later, got torch {torch.__version__}")
     value = getattr(importlib.import_module(_ORIGINS[name]), name)
     globals()[name] = value
     return value

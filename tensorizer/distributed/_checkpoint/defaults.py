@@ -9,8 +9,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tensorizer._io.call_options import CallOptions
@@ -19,6 +19,11 @@ from tensorizer._system.redaction import shown_location
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
+
+try:  # the modules in which torch looks up its classes
+    from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_saver
+except ImportError as error:
+    raise ImportError(f"dcp_default: expected torch 2.3 or later, got torch {torch.__version__}") from error
 
 # Keywords of the writers and readers of all active blocks, in the order of the blocks.
 _options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
