@@ -966,8 +966,7 @@ class FileReader:
     ) -> _C.LoadBatch:
         """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`.
 
-        Of a mapped file they are views of `mapping`; ``None`` is
-        the one that all loads of the file share.
+        Of a mapped file they are views of `mapping`; ``None`` is the one that all loads of the file share.
         """
         source, keys, shared, _ = self.handle
         mapping = shared if mapping is None else mapping
