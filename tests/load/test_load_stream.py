@@ -21,6 +21,7 @@ import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, load_stream, save_file
 from tensorizer._load import stream as streaming
 from tensorizer._load.open_file import OpenFile
+from tensorizer.stream_io import HTTPOptions
 
 st = pytest.importorskip("safetensors.torch")
 
@@ -278,6 +279,24 @@ def test_load_stream_reads_each_byte_of_a_server_once(tmp_path):
             file = stream.file
             source = file.readers[0].sha256
     assert source == hashlib.sha256(content).hexdigest()
+
+
+def test_only_the_first_and_the_last_requests_of_a_stream_are_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "_LEAST_REQUEST_NBYTES", 32 << 10)
+    monkeypatch.setattr(streaming, "_REQUEST_NBYTES", 256 << 10)
+    save_file({f"{i:04}": torch.zeros(4 << 10) for i in range(1024)}, tmp_path / "model.safetensors")  # 16 MiB
+
+    def requested(load) -> list[int]:
+        with FaultyServer((tmp_path / "model.safetensors").read_bytes()) as server:
+            load(f"{server.url}/model.safetensors")
+            return [end - begin + 1 for begin, end in sorted(request.range for request in server.requests)][1:]
+
+    few = {"http_options": HTTPOptions(connections=4)}  # else their number depends on how fast the server answers
+    sizes = requested(lambda address: list(load_stream(address, stream_options=few)))
+    assert max(sizes) == 256 << 10
+    assert sizes[0] < 256 << 10
+    assert sizes[-1] <= 32 << 10
+    assert max(requested(tensorizer.load_file)) == 8 << 20
 
 
 def write_sums(folder):
