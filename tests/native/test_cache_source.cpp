@@ -262,6 +262,7 @@ TEST_F(CacheSourceTest, ACopyThatCannotBeSyncedGoesAndIsNoted) {
   copy->add(0, std::span(&all, 1), true, {});
   copy->end();
   ASSERT_TRUE(copy->finish({}));
+  ASSERT_TRUE(written()) << "the entry is removed a moment after the copy was given up";
   EXPECT_FALSE(copy->is_published());
   const auto troubles = CacheDisk::instance().take_troubles();
   ASSERT_EQ(troubles.size(), 1U);
